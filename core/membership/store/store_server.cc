@@ -29,21 +29,17 @@ constexpr size_t kMaxUnread = 4 << 20;
 // What a key that is waited for costs beside its bytes, about.
 constexpr size_t kWaitBytes = 128;
 
-size_t HalfOfDescriptors() {
+size_t MostUnauthenticated() {
   rlimit limit = {};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return 256;
-  return std::clamp<size_t>(limit.rlim_cur / 2, 64, 1 << 16);
+  return std::clamp<size_t>(limit.rlim_cur / 2, 64, kMostUnauthenticated);
 }
 
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<StoreServer>> StoreServer::Start(Socket listener,
                                                                 StoreServerOptions options) {
-  if (options.max_unauthenticated == 0) {
-    const bool anybody_gets_to_tls = options.cluster_key.empty() && options.certificates != nullptr;
-    options.max_unauthenticated =
-        anybody_gets_to_tls ? std::min(HalfOfDescriptors(), kMostInTls) : HalfOfDescriptors();
-  }
+  if (options.max_unauthenticated == 0) options.max_unauthenticated = MostUnauthenticated();
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, ends) != 0) {
     return absl::ErrnoToStatus(errno, "serving a store");

@@ -34,17 +34,18 @@ namespace distgrad {
 // for a store is none for a worker.
 inline constexpr Token kStoreToken = {'d', 'i', 's', 't', 'g', 'r', 'a', 'd', ' ', 's', 't', 'o'};
 
-// Where certificates alone say who belongs to the job every client gets as far as TLS, which takes
-// up to 140 KB for each.
-inline constexpr size_t kMostInTls = 1024;
+// So many clients at most that have not shown that they are ours: the loop looks at each of them;
+// and where certificates alone say who belongs to the job each gets as far as TLS, which takes up
+// to 140 KB.
+inline constexpr size_t kMostUnauthenticated = 1024;
 
 struct StoreServerOptions {
   ClusterKey cluster_key = {};
   std::shared_ptr<Certificates> certificates = nullptr;
   // Connections that have not shown that they are ours. For one more that one is closed whose last
   // step of the handshake is the oldest, if it is older than `grace`; otherwise the one more waits
-  // in the listener's queue. 0: half of the descriptors that this process may have, and with
-  // certificates alone kMostInTls at most.
+  // in the listener's queue. 0: half of the descriptors that this process may have, and
+  // kMostUnauthenticated at most.
   size_t max_unauthenticated = 0;
   absl::Duration grace = absl::Seconds(1);
   absl::Duration handshake_timeout = absl::Seconds(10);

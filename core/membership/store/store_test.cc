@@ -67,6 +67,12 @@ std::string NewPath() {
   return absl::StrCat(testing::TempDir(), "/store_", getpid(), "_", ++counter);
 }
 
+// For the files of certificates.
+std::string NewFolder() {
+  static std::atomic<int> counter{0};
+  return absl::StrCat(std::getenv("TEST_TMPDIR"), "/authority", ++counter);
+}
+
 std::unique_ptr<TcpStore> Serve(const std::string& cluster_key = "") {
   TcpStoreOptions options;
   options.is_server = true;
@@ -889,81 +895,99 @@ TEST(TcpStoreTest, WithAKeyNobodyInBetweenReadsOrChangesIt) {
   EXPECT_FALSE(absl::StrContains(seen, "name/"));
 }
 
-// What somebody in between leaves out, sends twice or in another order, in the midst of a long
-// request or answer, ends its connection at once: nobody here waits for an answer that is late.
-TEST(TcpStoreTest, WithAKeyWhatIsLeftOutRepeatedOrReorderedIsNotTaken) {
+// What a server and its clients have: a key, or certificates alone.
+std::vector<TcpStoreOptions> Secured() {
+  TestAuthority authority(NewFolder());
+  std::vector<TcpStoreOptions> all(2);
+  all[0].cluster_key = "a key of thirty-two bytes, about";
+  all[1].certificates = Certificates::Load(authority.Issue("one", {.names = "DNS:job"})).value();
+  return all;
+}
+
+// A server, and what its clients need but for the port of what stands between.
+std::unique_ptr<TcpStore> ServeSecured(TcpStoreOptions* options) {
+  options->is_server = true;
+  options->deadline = Later();
+  auto server = NewTcpStore(*options).value();
+  options->is_server = false;
+  options->answer_timeout = absl::Hours(1);
+  return server;
+}
+
+// What somebody in between changes, leaves out, sends twice or in another order, in the midst of a
+// long request or answer, ends its connection at once: nobody here waits for an answer that is
+// late.
+TEST(TcpStoreTest, WhatIsChangedLeftOutRepeatedOrReorderedIsNotTaken) {
   using Way = TcpProxy::Way;
   constexpr size_t kChunk = 4096;  // what the proxy takes at a time, at most
-  const std::string key = "a key of thirty-two bytes, about";
   const std::vector<std::function<void(std::string*)>> edits = {
+      [](std::string* bytes) { (*bytes)[1000] ^= 1; },
       [](std::string* bytes) { bytes->erase(1000, 100); },
       [](std::string* bytes) { bytes->insert(1000, bytes->substr(1000, 100)); },
       [](std::string* bytes) { std::reverse(bytes->begin() + 1000, bytes->end()); }};
-  for (const Way way : {Way::kToServer, Way::kToClient}) {
-    for (size_t edit = 0; edit < edits.size(); ++edit) {
-      SCOPED_TRACE(absl::StrCat(edit, way == Way::kToServer ? " to the server" : " to the client"));
-      const auto server = Serve(key);
-      int full = 0, changed = 0;  // on the proxy's thread
-      std::atomic<bool> change{false};
-      {
-        TcpProxy proxy(server->port(), [&](Way this_way, std::string bytes) {
-          if (this_way != way) return bytes;
-          full = bytes.size() == kChunk ? full + 1 : 0;
-          // Most of the message is still to come.
-          if (full < 3 || !change.exchange(false)) return bytes;
-          edits[edit](&bytes);
-          ++changed;
-          return bytes;
-        });
-        TcpStoreOptions options;
-        options.port = proxy.port();
-        options.cluster_key = key;
-        options.deadline = Later();
-        options.answer_timeout = absl::Hours(1);
-        const auto client = NewTcpStore(options);
-        ASSERT_TRUE(client.ok()) << client.status();
-        for (int i = 0; i < 10; ++i) {
-          const std::string name = absl::StrCat("name", i);
-          const std::string value(300'000, static_cast<char>('a' + i));
-          change = true;
-          const absl::Status set = (*client)->Set(name, value, Later());
-          ASSERT_TRUE(set.ok()) << set;
-          EXPECT_TRUE(server->Get(name, Later()).value() == value);
-          const auto got = (*client)->Get(name, Later());
-          ASSERT_TRUE(got.ok()) << got.status();
-          EXPECT_TRUE(*got == value);
+  for (const TcpStoreOptions& secured : Secured()) {
+    for (const Way way : {Way::kToServer, Way::kToClient}) {
+      for (size_t edit = 0; edit < edits.size(); ++edit) {
+        SCOPED_TRACE(absl::StrCat(edit, way == Way::kToServer ? " to the server" : " to the client",
+                                  secured.certificates != nullptr ? ", certificates" : ", a key"));
+        TcpStoreOptions options = secured;
+        const auto server = ServeSecured(&options);
+        int full = 0, changed = 0;  // on the proxy's thread
+        std::atomic<bool> change{false};
+        {
+          TcpProxy proxy(server->port(), [&](Way this_way, std::string bytes) {
+            if (this_way != way) return bytes;
+            full = bytes.size() == kChunk ? full + 1 : 0;
+            // Most of the message is still to come.
+            if (full < 3 || !change.exchange(false)) return bytes;
+            edits[edit](&bytes);
+            ++changed;
+            return bytes;
+          });
+          options.port = proxy.port();
+          const auto client = NewTcpStore(options);
+          ASSERT_TRUE(client.ok()) << client.status();
+          for (int i = 0; i < 10; ++i) {
+            const std::string name = absl::StrCat("name", i);
+            const std::string value(300'000, static_cast<char>('a' + i));
+            change = true;
+            const absl::Status set = (*client)->Set(name, value, Later());
+            ASSERT_TRUE(set.ok()) << set;
+            EXPECT_TRUE(server->Get(name, Later()).value() == value);
+            const auto got = (*client)->Get(name, Later());
+            ASSERT_TRUE(got.ok()) << got.status();
+            EXPECT_TRUE(*got == value);
+          }
         }
+        EXPECT_GT(changed, 3);
       }
-      EXPECT_GT(changed, 3);
     }
   }
 }
 
 // Somebody in between gives each of two clients the other's connection to the server.
-TEST(TcpStoreTest, WithAKeyConnectionsThatAreSplicedEnd) {
-  const std::string key = "a key of thirty-two bytes, about";
-  const auto server = Serve(key);
-  std::atomic<int> connections{0};
-  TcpProxy proxy(server->port(), [&](TcpProxy::Way way, std::string bytes) {
-    if (way == TcpProxy::Way::kToServer && absl::StartsWith(bytes, "distgrad")) ++connections;
-    return bytes;
-  });
-  TcpStoreOptions options;
-  options.port = proxy.port();
-  options.cluster_key = key;
-  options.deadline = Later();
-  options.answer_timeout = absl::Hours(1);
-  const auto one = NewTcpStore(options), two = NewTcpStore(options);
-  ASSERT_TRUE(one.ok() && two.ok()) << one.status() << two.status();
-  ASSERT_TRUE((*one)->Set("one", "1", Later()).ok());
-  ASSERT_TRUE((*two)->Set("two", "2", Later()).ok());
-  EXPECT_EQ(connections, 2);
-  proxy.ExchangeServers();
-  EXPECT_EQ((*one)->Get("one", Later()).value(), "1");
-  EXPECT_EQ((*two)->Add("count", 1, Later()).value(), 1);
-  EXPECT_EQ((*one)->Add("count", 1, Later()).value(), 2);
-  EXPECT_EQ((*two)->Get("two", Later()).value(), "2");
-  EXPECT_EQ(connections, 4) << "both have had to connect again";
+TEST(TcpStoreTest, ConnectionsThatAreSplicedEnd) {
+  for (TcpStoreOptions& options : Secured()) {
+    SCOPED_TRACE(options.certificates != nullptr ? "certificates" : "a key");
+    const auto server = ServeSecured(&options);
+    std::atomic<int> connections{0};
+    TcpProxy proxy(server->port(), [&](TcpProxy::Way way, std::string bytes) {
+      if (way == TcpProxy::Way::kToServer && absl::StartsWith(bytes, "distgrad")) ++connections;
+      return bytes;
+    });
+    options.port = proxy.port();
+    const auto one = NewTcpStore(options), two = NewTcpStore(options);
+    ASSERT_TRUE(one.ok() && two.ok()) << one.status() << two.status();
+    ASSERT_TRUE((*one)->Set("one", "1", Later()).ok());
+    ASSERT_TRUE((*two)->Set("two", "2", Later()).ok());
+    EXPECT_EQ(connections, 2);
+    proxy.ExchangeServers();
+    EXPECT_EQ((*one)->Get("one", Later()).value(), "1");
+    EXPECT_EQ((*two)->Add("count", 1, Later()).value(), 1);
+    EXPECT_EQ((*one)->Add("count", 1, Later()).value(), 2);
+    EXPECT_EQ((*two)->Get("two", Later()).value(), "2");
+    EXPECT_EQ(connections, 4) << "both have had to connect again";
+  }
 }
 
 // What is changed of a handshake looks as if the server had another key. It is still the same one,
@@ -1428,32 +1452,40 @@ TEST(StoreServerTest, WhoHasSaidSomethingThatIsNotReadYetIsNotSilent) {
   EXPECT_TRUE(handshakes[0].done());
 }
 
-// With certificates alone all of them get as far as TLS, which takes memory for each.
-TEST(StoreServerTest, UnauthenticatedClientsAreFewWhereEachTakesMemory) {
-  ASSERT_TRUE(ReserveDescriptors(3 * kMostInTls, "this test").ok());
+// However many descriptors there are: the store's loop looks at each of them, and with certificates
+// alone all of them get as far as TLS, which takes memory for each.
+TEST(StoreServerTest, UnauthenticatedClientsAreFew) {
+  ASSERT_TRUE(ReserveDescriptors(3 * kMostUnauthenticated, "this test").ok());
   TestAuthority authority(std::string(std::getenv("TEST_TMPDIR")) + "/few");
   const auto certificates =
       Certificates::Load(authority.Issue("store", {.names = "DNS:job"})).value();
-  Socket listener = Socket::Listen("127.0.0.1", 0).value();
-  const uint16_t port = listener.LocalPort().value();
-  const auto server = StoreServer::Start(
-      std::move(listener),
-      {.certificates = certificates, .grace = absl::Hours(1), .handshake_timeout = absl::Hours(1)});
-  ASSERT_TRUE(server.ok()) << server.status();
-  const std::string hello =
-      Handshake::Create(Handshake::Role::kClient, "", kStoreToken, true)->TakeOutput();
-  std::list<Socket> strangers;
-  for (size_t i = 0; i <= kMostInTls; ++i) {
-    strangers.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
-    ASSERT_TRUE(strangers.back().Send(hello, Later()).ok());
+  const ClusterKey key = "a secret of the whole job";
+  for (const bool has_key : {true, false}) {
+    SCOPED_TRACE(has_key ? "a key" : "certificates");
+    Socket listener = Socket::Listen("127.0.0.1", 0).value();
+    const uint16_t port = listener.LocalPort().value();
+    const auto server =
+        StoreServer::Start(std::move(listener), {.cluster_key = has_key ? key : ClusterKey(),
+                                                 .certificates = has_key ? nullptr : certificates,
+                                                 .grace = absl::Hours(1),
+                                                 .handshake_timeout = absl::Hours(1)});
+    ASSERT_TRUE(server.ok()) << server.status();
+    const std::string hello = Handshake::Create(Handshake::Role::kClient,
+                                                has_key ? key : ClusterKey(), kStoreToken, !has_key)
+                                  ->TakeOutput();
+    std::list<Socket> strangers;
+    for (size_t i = 0; i <= kMostUnauthenticated; ++i) {
+      strangers.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+      ASSERT_TRUE(strangers.back().Send(hello, Later()).ok());
+    }
+    // They are taken in the order in which they have come, and answered.
+    char byte;
+    EXPECT_TRUE(std::prev(strangers.end(), 2)->Receive(&byte, 1, Later()).ok());
+    EXPECT_TRUE(absl::IsDeadlineExceeded(
+        strangers.back().Receive(&byte, 1, Deadline::After(absl::Milliseconds(300)))));
+    strangers.pop_front();
+    EXPECT_TRUE(strangers.back().Receive(&byte, 1, Later()).ok());
   }
-  // They are taken in the order in which they have come, and answered.
-  char byte;
-  EXPECT_TRUE(std::prev(strangers.end(), 2)->Receive(&byte, 1, Later()).ok());
-  EXPECT_TRUE(absl::IsDeadlineExceeded(
-      strangers.back().Receive(&byte, 1, Deadline::After(absl::Milliseconds(300)))));
-  strangers.pop_front();
-  EXPECT_TRUE(strangers.back().Receive(&byte, 1, Later()).ok());
 }
 
 // The descriptors are used up, some of them by clients that say nothing.
