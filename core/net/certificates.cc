@@ -53,6 +53,11 @@ absl::StatusOr<std::shared_ptr<Certificates>> Certificates::Load(CertificateFile
   absl::MutexLock lock(&certificates->mu_);
   certificates->stamp_ = StampOf(certificates->files_);
   DG_ASSIGN_OR_RETURN(certificates->version_, CertificateVersion::Read(certificates->files_));
+  struct stat info = {};
+  const std::string& key = certificates->files_.key;
+  if (stat(key.c_str(), &info) == 0 && (info.st_mode & S_IROTH) != 0) {
+    DG_LOG(WARNING) << "every user of this machine can read the private key in " << key;
+  }
   return certificates;
 }
 

@@ -3,6 +3,7 @@
 #include "core/net/certificates.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -338,6 +339,20 @@ TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
   refused(files, "DISTGRAD_TLS_CA");
   refused(files, "the option tls.ca");
   refused(authority.Issue("nobody", {.names = ""}), "DISTGRAD_TLS_NAME");
+}
+
+TEST(CertificatesTest, APrivateKeyThatEverybodyCanReadIsWarnedOf) {
+  TestAuthority authority(Folder("permissions"));
+  const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
+  for (const mode_t mode : {0600, 0640, 0644}) {
+    ASSERT_EQ(chmod(files.key.c_str(), mode), 0);
+    testing::internal::CaptureStderr();
+    const absl::Status loaded = Certificates::Load(files).status();
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(absl::StrContains(log, "can read the private key in " + files.key), mode == 0644)
+        << log;
+  }
 }
 
 TEST(CertificatesTest, OfTheEnvironmentAllOrNone) {

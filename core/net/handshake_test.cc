@@ -228,6 +228,19 @@ TEST_F(ClusterKeyTest, TwoAreALineEach) {
   EXPECT_EQ(Load("").value().accepted(), kOtherKey);
 }
 
+TEST_F(ClusterKeyTest, AFileThatEverybodyCanReadIsWarnedOf) {
+  const std::string path = Write(kKey);
+  for (const mode_t mode : {0600, 0640, 0644}) {
+    ASSERT_EQ(chmod(path.c_str(), mode), 0);
+    testing::internal::CaptureStderr();
+    const auto key = Load(path);
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_TRUE(key.ok()) << key.status();
+    EXPECT_EQ(absl::StrContains(log, "can read the key in " + path), mode == 0644) << log;
+    EXPECT_FALSE(absl::StrContains(log, kKey)) << log;
+  }
+}
+
 TEST_F(ClusterKeyTest, BadKeysAreErrorsThatDoNotTellThem) {
   const std::string secret = "tooshort";
   const std::string bad_files[] = {Write(secret),
