@@ -53,6 +53,8 @@ constexpr int64_t kTooMuch = 32 << 20;
 constexpr int64_t kLarge = 1 << 18;  // as a number, or as the size of a dimension
 // The elements of a view, of which each shows in a list, and few operators take long.
 constexpr int64_t kMany = 1 << 23;
+// What arguments may show, which is more here than an operator may allocate.
+constexpr uint64_t kArgumentBytes = 64 << 20;
 
 std::string NameOf(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
@@ -179,7 +181,8 @@ void ForgetPeak() {
 bool Passes(const std::string& name, const Values& arguments) {
   return CountPieces(name, arguments) <= kMaxTensors &&
          CountListBytes(name, arguments) <= int64_t{kElementBytes} &&
-         CheckHeads(name, arguments).ok() && CheckListLengths(name, arguments).ok();
+         CountArgumentBytes(arguments) <= kArgumentBytes && CheckHeads(name, arguments).ok() &&
+         CheckViews(name, arguments).ok() && CheckListLengths(name, arguments).ok();
 }
 
 struct Found {

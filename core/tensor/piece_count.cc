@@ -121,6 +121,24 @@ int64_t ElementListBytes(absl::Span<const c10::IValue> args, size_t place) {
              : bytes;
 }
 
+// Whether one element stands for many, in any dimension or in that one.
+bool Repeats(const at::Tensor& tensor, std::optional<int64_t> dimension = std::nullopt) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided) return false;
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    if (dimension.value_or(i) == i && tensor.size(i) > 1 && tensor.stride(i) == 0) return true;
+  }
+  return false;
+}
+
+bool Repeats(const c10::IValue& value) {
+  if (value.isTensor()) return Repeats(value.toTensor());
+  if (!value.isList() || value.isIntList() || value.isDoubleList()) return false;
+  const c10::ArrayRef<c10::IValue> items = value.toListRef();
+  return std::any_of(items.begin(), items.end(), [](const c10::IValue& item) {
+    return item.isTensor() && Repeats(item.toTensor());
+  });
+}
+
 }  // namespace
 
 bool CutsIntoPieces(absl::string_view name) { return CutOf(name).has_value(); }
@@ -231,6 +249,30 @@ absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> ar
                                                    " need a head at least, and have none"));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args) {
+  const c10::FunctionSchema* schema = nullptr;
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (!Repeats(args[i])) continue;
+    if (schema == nullptr) schema = SchemaOf(name);
+    if (schema == nullptr || i >= schema->arguments().size()) return absl::OkStatus();
+    const c10::Argument& argument = schema->arguments()[i];
+    if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "argument '", argument.name(), "' is written to, and one of its elements stands for many"));
+  }
+  absl::ConsumePrefix(&name, "aten::");
+  absl::ConsumePrefix(&name, "nan");
+  if (name != "median.dim" && name != "median.dim_values") return absl::OkStatus();
+  if (args.size() < 2 || !args[0].isTensor() || !args[0].toTensor().defined()) {
+    return absl::OkStatus();
+  }
+  const at::Tensor& tensor = args[0].toTensor();
+  const int64_t named = IntOf(args[1]).value_or(0);
+  if (!Repeats(tensor, named < 0 ? named + tensor.dim() : named)) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      "one element stands for all of the dimension, of which each has to be there");
 }
 
 }  // namespace distgrad

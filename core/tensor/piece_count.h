@@ -47,6 +47,11 @@ absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IVal
 // process.
 absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> args);
 
+// kInvalidArgument for a view in which one element stands for many where libtorch takes each to
+// have memory of its own: in what is written to, as `linalg_svdvals.out` does without a look at it,
+// and in the dimension of which `median` and `nanmedian` are asked for.
+absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args);
+
 }  // namespace distgrad
 
 #endif  // DISTGRAD_CORE_TENSOR_PIECE_COUNT_H_

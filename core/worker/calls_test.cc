@@ -619,6 +619,28 @@ TEST_P(CallsTest, WhatListsOfElementsTakeIsBounded) {
   }
 }
 
+// libtorch would read or write where nothing of the tensor is.
+TEST_P(CallsTest, AViewIsRefusedWhereEachElementNeedsMemory) {
+  Start({.workers = 2});
+  const auto view = [](std::vector<int64_t> sizes) { return at::ones({1}).expand(sizes); };
+  const std::vector<std::pair<std::string, std::vector<c10::IValue>>> calls = {
+      {"aten::median.dim", {view({1, 1000, 1}), 1}},
+      {"aten::nanmedian.dim", {view({1, 1000, 1}), -2}},
+      {"aten::linalg_svdvals.out", {at::ones({2, 2}), c10::IValue(), view({2})}},
+      {"aten::neg.out", {at::ones({3}), view({3})}},
+      {"aten::_foreach_neg_", {std::vector<at::Tensor>{at::ones({3}), view({3})}}},
+  };
+  for (const auto& [name, arguments] : calls) {
+    const absl::Status status = worker(0).CallOp(1, name, arguments).status();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << name << ": " << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "stands for")) << status;
+  }
+  const auto median = worker(0).CallOp(1, "aten::median.dim", {at::arange(5.0).expand({3, 5}), 1});
+  ASSERT_TRUE(median.ok()) << median.status();
+  EXPECT_TRUE((*median)[0].toTensor().equal(at::full({3}, 2.0)));
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::neg", {view({3})}).ok());
+}
+
 // Tensors that it makes on its way, of a number, or of tensors without elements.
 TEST_P(CallsTest, HowManyTensorsAnOperatorNeedsIsBounded) {
   Start({.workers = 2, .limits = {.tensors_per_message = 100}});

@@ -281,6 +281,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
                                                      parts_.options.limits.message_bytes));
   }
   DG_RETURN_IF_ERROR(CheckHeads(request.function, arguments));
+  DG_RETURN_IF_ERROR(CheckViews(request.function, arguments));
   if (parts_.options.serve_operators == ServeOperators::kSafe) {
     DG_RETURN_IF_ERROR(CheckListLengths(request.function, arguments));
   }
