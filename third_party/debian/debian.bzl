@@ -1,13 +1,14 @@
 """Repositories made of pinned Debian packages, without installing them.
 
 debian_package unpacks a binary package, debian_source the upstream tarball of a source
-package. Both check the file's SHA-256. Downloads are kept in $DISTGRAD_CACHE (default
-~/.cache/distgrad) and shared by all clones.
+package. Both check the file's SHA-256, and take it from its place in the archive that the machine's
+apt names, or from one that keeps old versions: fetch.sh says which. Downloads are kept in
+$DISTGRAD_CACHE (default ~/.cache/distgrad) and shared by all clones.
 """
 
 def _fetch(ctx, kind):
     result = ctx.execute(
-        ["bash", ctx.path(ctx.attr._fetch), kind, ctx.attr.package, ctx.attr.version, ctx.attr.sha256],
+        ["bash", ctx.path(ctx.attr._fetch), kind, ctx.attr.package, ctx.attr.version, ctx.attr.sha256, ctx.attr.path],
         timeout = 1800,
     )
     if result.return_code != 0:
@@ -35,6 +36,7 @@ _ATTRS = {
     "package": attr.string(mandatory = True),
     "version": attr.string(mandatory = True, doc = "Debian's, with the revision."),
     "sha256": attr.string(mandatory = True),
+    "path": attr.string(mandatory = True, doc = "The file's place in an archive of Debian."),
     "build_file": attr.label(allow_single_file = True, doc = "Default: the one that is inside."),
     "_fetch": attr.label(default = "//third_party:debian/fetch.sh", allow_single_file = True),
 }
