@@ -3,11 +3,13 @@
 build.py --packages STORE --tree FOLDER --output FOLDER [--rustdoc TAR] [--partial]
 
 Copies the tree's files into a scratch folder, adds the pages of the reference that are made of the
-public headers, and runs Sphinx over it, where a warning is an error. The output is made whole, and
-put in the place of a site that was made before; a folder that is anything else is left as it is.
+public headers, and runs Sphinx over it, where a warning is an error. Pages that cargo's documentation
+names become links there. The output is made whole, and put in the place of a site that was made
+before; a folder that is anything else is left as it is.
 """
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,13 +55,40 @@ def stage(tree, folder, all_of_it):
 
 
 def sphinx(packages, source, output, doctrees, options):
-    environment = dict(os.environ, PYTHONPATH=packages, PYTHONDONTWRITEBYTECODE="1")
+    # Sets are gone through in the same order each time.
+    environment = dict(os.environ, PYTHONPATH=packages, PYTHONDONTWRITEBYTECODE="1", PYTHONHASHSEED="0")
     environment.setdefault("SOURCE_DATE_EPOCH", "0")
     command = [sys.executable, "-m", "sphinx", "-b", "html", "-W", "--keep-going", "-q", "-E", "-c", HERE,
                "-d", doctrees]
     for name, value in options.items():
         command += ["-D", "%s=%d" % (name, value)]
     return subprocess.run(command + [source, output], env=environment).returncode
+
+
+def link_pages(folder, site):
+    """In the HTML below `folder`, rustdoc's, names of the site's pages become links: docs/trace.md."""
+    unknown = set()
+    for place, folders, names in os.walk(folder):
+        # Code is shown as it stands.
+        folders[:] = sorted(name for name in folders if os.path.join(place, name) != os.path.join(folder, "src"))
+        up = os.path.relpath(site, place)
+
+        def link(found):
+            page = "docs/%s.html" % found.group(1)
+            if not os.path.exists(os.path.join(site, page)):
+                unknown.add(found.group())
+            return '<a href="%s/%s">%s</a>' % (up, page, found.group())
+
+        for path in (os.path.join(place, name) for name in names if name.endswith(".html")):
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+            # Text, and tags between: attributes are no place for links.
+            parts = re.split(r"(<[^>]*>)", text)
+            parts[::2] = [re.sub(r"\bdocs/([a-z0-9_/]+)\.md\b", link, part) for part in parts[::2]]
+            with open(path, "w", encoding="utf-8") as file:
+                file.write("".join(parts))
+    if unknown:
+        sys.exit("the crate's documentation names pages that the site does not have: %s" % ", ".join(sorted(unknown)))
 
 
 def check_output(output):
@@ -100,6 +129,7 @@ def main():
         if options.rustdoc:
             with tarfile.open(options.rustdoc) as archive:
                 archive.extractall(os.path.join(built, "rust"))
+            link_pages(os.path.join(built, "rust"), built)
         for name, text in (("index.html", REDIRECT), (MARK, "")):
             with open(os.path.join(built, name), "w", encoding="utf-8") as file:
                 file.write(text)

@@ -5,10 +5,16 @@
 set -euo pipefail
 root=$TEST_SRCDIR/$TEST_WORKSPACE
 packages=$(dirname "$(readlink -f "$TEST_SRCDIR/sphinx/site/sums.json")")
-build() { # FOLDER
-  python3 "$root/docs/sphinx/build.py" --packages "$packages" --tree "$root" --output "$TEST_TMPDIR/$1" --partial
+build() { # FOLDER ARGUMENT...
+  python3 "$root/docs/sphinx/build.py" --packages "$packages" --tree "$root" --output "$TEST_TMPDIR/$1" --partial "${@:2}"
 }
-build one
+# In the place of what cargo makes.
+mkdir -p "$TEST_TMPDIR/crate/distgrad" "$TEST_TMPDIR/crate/src"
+echo '<meta content="docs/trace.md"><p>docs/trace.md explains it, and <code>docs/errors.md</code>.</p>' \
+  >"$TEST_TMPDIR/crate/distgrad/index.html"
+cp "$TEST_TMPDIR/crate/distgrad/index.html" "$TEST_TMPDIR/crate/src/code.html"
+tar -C "$TEST_TMPDIR/crate" -cf "$TEST_TMPDIR/crate.tar" distgrad src
+build one --rustdoc "$TEST_TMPDIR/crate.tar"
 cd "$TEST_TMPDIR/one"
 for page in index docs/index docs/start docs/errors docs/reference/c/tensors docs/reference/cpp/workers CHANGELOG; do
   [[ -s $page.html ]] || { echo "FAILED: $page.html is not there" >&2; exit 1; }
@@ -17,6 +23,16 @@ done
 grep -q 'href="reference/c/errors.html#c.dg_error_code"' docs/errors.html
 grep -q 'id="c.dg_tensor_from_data"' docs/reference/c/tensors.html
 grep -q 'id="_CPPv4N2dg6TensorE"' docs/reference/cpp/tensors.html
+# A page that the crate's documentation names is a link there, and nothing else has changed.
+[[ $(cat rust/distgrad/index.html) == '<meta content="docs/trace.md"><p><a href="../../docs/trace.html">docs/trace.md</a> explains it, and <code><a href="../../docs/errors.html">docs/errors.md</a></code>.</p>' ]]
+cmp rust/src/code.html "$TEST_TMPDIR/crate/src/code.html"
+echo '<p>docs/gone.md</p>' >"$TEST_TMPDIR/crate/distgrad/index.html"
+if said=$(cd "$root/docs/sphinx" && PYTHONDONTWRITEBYTECODE=1 python3 -c 'import sys, build; build.link_pages(*sys.argv[1:])' \
+  "$TEST_TMPDIR/crate" "$TEST_TMPDIR/one" 2>&1); then
+  echo "FAILED: a page that is not there was no mistake" >&2
+  exit 1
+fi
+grep -q "names pages that the site does not have: docs/gone.md" <<<"$said"
 
 # It finds what it is there for, in a tree of three pages and the reference.
 mkdir -p "$TEST_TMPDIR/tree/docs" "$TEST_TMPDIR/tree/capi"
