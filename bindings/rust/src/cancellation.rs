@@ -10,6 +10,18 @@ use std::fmt;
 ///
 /// A handler gets [that of its request](crate::Request::cancellation). One that is made here is for
 /// calls of this program: [`Caller::cancellation`](crate::Caller::cancellation).
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{Cancellation, Code, Message};
+/// let cancellation = Cancellation::new()?;
+/// let caller = worker.caller().cancellation(&cancellation);
+/// let future = caller.call_async("back", "search", &Message::empty()?)?;
+/// cancellation.cancel()?; // from any thread
+/// assert_eq!(future.wait().unwrap_err().code(), Code::Cancelled);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_cancellation")]
 #[doc(alias = "dg_cancellation_destroy")]
 pub struct Cancellation(Owned<CancellationHandle>);

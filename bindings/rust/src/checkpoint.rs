@@ -201,6 +201,17 @@ impl fmt::Debug for CheckpointPart<'_> {
 }
 
 /// The options of a [`CheckpointManager`], each with a default.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::CheckpointManagerOptions;
+/// let checkpoints = CheckpointManagerOptions::new().keep(10).create(worker, "/shared/run7")?;
+/// let saving = checkpoints.save_async(1000, None)?; // writes while training goes on
+/// // ... steps ...
+/// saving.wait()?;
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_checkpoint_manager_options")]
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointManagerOptions {
@@ -266,6 +277,15 @@ impl CheckpointManagerOptions {
 }
 
 /// Which checkpoint is loaded, and how; each with a default.
+///
+/// ```
+/// # fn f(checkpoints: &distgrad::CheckpointManager) -> distgrad::Result<()> {
+/// use distgrad::LoadOptions;
+/// let loaded = checkpoints.load(&LoadOptions::new().fall_back(true))?;
+/// println!("going on from step {}", loaded.step);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_checkpoint_load_options")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct LoadOptions {

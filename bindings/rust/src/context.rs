@@ -9,6 +9,18 @@ use std::{borrow::Borrow, fmt, marker::PhantomData, sync::Arc, time::Duration};
 
 /// One training step across workers, with what was sent and received in it, and the gradients that
 /// its backward gave. Dropping it releases it on every worker.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, x: &distgrad::Tensor, optimizer: &distgrad::Optimizer)
+/// # -> distgrad::Result<()> {
+/// use distgrad::Message;
+/// let context = worker.context()?;
+/// let reply = context.call("back", "classify", &Message::new("", [x])?)?;
+/// context.backward([reply.tensor(0)?.sum()?])?; // through both workers
+/// optimizer.step(&context)?; // with the gradients that it has on each
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_context")]
 pub struct Context<'w> {
     worker: WorkerHandle,
@@ -130,6 +142,17 @@ impl fmt::Debug for Context<'_> {
 }
 
 /// The options of a backward, each with a default.
+///
+/// ```
+/// # fn f(context: &distgrad::Context, y: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::{BackwardOptions, Dtype, Tensor};
+/// // Of a root that is no scalar; and the graph stays, for another backward.
+/// let ones = Tensor::ones(&y.shape(), Dtype::FLOAT32)?;
+/// let options = BackwardOptions::new().root_gradients(&[Some(&ones)]).retain_graph(true);
+/// context.backward_with([y], &options)?;
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_backward_options")]
 #[derive(Clone, Debug, Default)]
 pub struct BackwardOptions {

@@ -2,6 +2,15 @@
 use std::fmt;
 
 /// The type of a tensor's elements, by torch's number. For operators it is an integer.
+///
+/// ```
+/// use distgrad::{Dtype, Element, Tensor};
+/// let x = Tensor::from_slice(&[1u8, 2, 3], &[3])?;
+/// assert_eq!(x.dtype(), u8::DTYPE);
+/// let y = x.to_dtype(Dtype::FLOAT32)?;
+/// assert_eq!(y.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_dtype")]
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Dtype(i32);

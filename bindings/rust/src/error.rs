@@ -67,6 +67,20 @@ impl From<i32> for Code {
 }
 
 /// An error, which arose here or on another worker.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{Code, Error, Message};
+/// worker.register("find", |request| match request.text()? {
+///     "x" => Ok(Message::from_payload("here")?),
+///     other => Err(Error::new(Code::NotFound, format!("there is no {other}")).into()),
+/// })?;
+/// if let Err(error) = worker.call("back", "find", &Message::from_payload("y")?) {
+///     eprintln!("{:?}: {}", error.code(), error.message()); // with the names of function and worker
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_error")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {

@@ -56,6 +56,20 @@ use sealed::{Done, Outcome};
 /// other futures are: when the task that awaits it is dropped, by a timeout for instance, the work is
 /// [cancelled](Future::cancel). To give up waiting alone, wait with
 /// [`wait_timeout`](Future::wait_timeout), or await something that [`then`](Future::then) completes.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::Message;
+/// use std::time::Duration;
+/// let future = worker.call_async("back", "classify", &Message::empty()?)?;
+/// // ... something else, while the other worker works ...
+/// match future.wait_timeout(Duration::from_secs(1)) {
+///     Some(reply) => println!("{} tensors", reply?.tensor_count()),
+///     None => future.cancel()?,
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_future")]
 pub struct Future<T> {
     handle: Owned<FutureHandle>,

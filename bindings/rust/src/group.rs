@@ -8,6 +8,16 @@ use crate::{
 use std::{borrow::Borrow, fmt, time::Duration};
 
 /// The options of a [`ProcessGroup`], each with a default.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{Dtype, ProcessGroupOptions, Tensor};
+/// let group = ProcessGroupOptions::new().name("replicas").create(worker)?; // on all workers
+/// let x = Tensor::full(&[2], f64::from(group.rank()), Dtype::FLOAT32)?;
+/// group.average([&x])?; // in place: the same on all ranks
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_process_group_options")]
 #[derive(Clone, Debug, Default)]
 pub struct ProcessGroupOptions {
@@ -138,6 +148,21 @@ impl fmt::Debug for ProcessGroup {
 }
 
 /// The options of a [`GradientAverager`], each with a default.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor, loss: &distgrad::Tensor,
+/// #      optimizer: &distgrad::Optimizer<'_>) -> distgrad::Result<()> {
+/// use distgrad::{GradientAveragerOptions, ProcessGroupOptions};
+/// let group = ProcessGroupOptions::new().create(worker)?;
+/// let averager = GradientAveragerOptions::new().create(&group, [weight])?; // values of rank 0
+/// let context = worker.context()?; // one step
+/// averager.average_in_backward(&context)?;
+/// context.backward([loss])?;
+/// averager.average(&context)?;
+/// optimizer.step(&context)?; // the same on all ranks
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_gradient_averager_options")]
 #[derive(Clone, Debug, Default)]
 pub struct GradientAveragerOptions {

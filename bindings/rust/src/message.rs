@@ -6,6 +6,14 @@ use crate::{
 use std::{borrow::Borrow, fmt};
 
 /// What a call carries, either way: some bytes and a list of tensors. Immutable.
+///
+/// ```
+/// use distgrad::{Message, Tensor};
+/// let message = Message::new("step 3", [&Tensor::from_slice(&[1.0f32, 2.0], &[2])?])?;
+/// assert_eq!(message.text()?, "step 3");
+/// assert_eq!(message.tensor(0)?.to_vec::<f32>()?, [1.0, 2.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_message")]
 pub struct Message(Owned<MessageHandle>);
 

@@ -152,6 +152,17 @@ impl fmt::Debug for Optimizer<'_> {
 }
 
 /// Stochastic gradient descent.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::Sgd;
+/// let optimizer = Sgd::new(0.1).momentum(0.9).create(worker, "", [weight])?; // on every worker
+/// let context = worker.context()?;
+/// // ... a backward ...
+/// optimizer.step(&context)?; // on one of them
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_sgd_options")]
 #[derive(Clone, Copy, Debug)]
 pub struct Sgd {
@@ -232,6 +243,16 @@ impl Sgd {
 }
 
 /// Adam (Kingma and Ba, arXiv:1412.6980), and AdamW (Loshchilov and Hutter, arXiv:1711.05101).
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::Adam;
+/// let adam = Adam::new(1e-3).create(worker, "adam", [weight])?;
+/// let adamw = Adam::adamw(1e-3).weight_decay(0.1).create(worker, "adamw", [weight])?;
+/// # drop((adam, adamw));
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_adam_options")]
 #[derive(Clone, Copy, Debug)]
 pub struct Adam {

@@ -214,6 +214,15 @@ impl Replica {
 ///
 /// `Code::InvalidArgument` for no device, or one that is not there, and for a `dim` or sizes that
 /// do not fit.
+///
+/// ```
+/// use distgrad::{gather, scatter, Tensor};
+/// let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3])?;
+/// let parts = scatter(&x, &["cpu", "cpu"], 0, None)?; // or "cuda:0", "cuda:1"
+/// assert_eq!(parts[0].to_vec::<f32>()?, [1.0, 2.0]);
+/// assert_eq!(gather(&parts, None, 0)?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_scatter")]
 pub fn scatter(
     tensor: &Tensor,
@@ -242,6 +251,16 @@ pub fn gather(
 
 /// Copies tensors to each device, in few large pieces: the result has one list for each device. The
 /// tensors lie on one device. Autograd records it. Errors as of [`scatter`].
+///
+/// ```
+/// use distgrad::{broadcast, reduce_add, Tensor};
+/// let x = Tensor::from_slice(&[1.0f32, 2.0], &[2])?;
+/// let copies = broadcast([&x], &["cpu", "cpu"])?;
+/// let lists: Vec<Vec<_>> = copies.into_iter().map(|list| list.into_iter().map(Some).collect()).collect();
+/// let sums = reduce_add(&lists, None)?;
+/// assert_eq!(sums[0].as_ref().unwrap().to_vec::<f32>()?, [2.0, 4.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_broadcast")]
 pub fn broadcast(
     tensors: impl IntoIterator<Item = impl Borrow<Tensor>>,

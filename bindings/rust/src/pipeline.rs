@@ -467,6 +467,17 @@ impl fmt::Debug for PipelineStage {
 }
 
 /// The options of [`PipelineStages`], each with a default.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, averager: &distgrad::GradientAverager,
+/// #      stage: distgrad::PipelineStage) -> distgrad::Result<()> {
+/// use distgrad::PipelineStagesOptions;
+/// // A replica's: its gradients are averaged with those of the other replicas, within the step.
+/// let stages = PipelineStagesOptions::new().averager(averager).create(worker, "model", [stage])?;
+/// # drop(stages);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pipeline_stages_options")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PipelineStagesOptions<'a> {
@@ -591,6 +602,18 @@ pub enum Reduction {
 }
 
 /// The options of a [`Pipeline`], each with a default.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{PipelineOptions, Reduction, Schedule};
+/// let schedule = Schedule::gpipe(2, 4)?;
+/// let pipeline = PipelineOptions::new()
+///     .reduction(Reduction::Sum)
+///     .create(worker, "model", &schedule, &["worker0", "worker1"])?;
+/// # drop(pipeline);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pipeline_options")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PipelineOptions {

@@ -14,6 +14,18 @@ use std::{
 };
 
 /// The request that a handler gets, for the time of the call.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::Message;
+/// worker.register("scale", |request| {
+///     request.cancellation().check()?; // the caller may have given up
+///     let factor: f64 = request.text()?.parse()?;
+///     Ok(Message::new("", [request.tensor(0)?.mul_scalar(factor)?])?)
+/// })?;
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_request")]
 pub struct Request<'a> {
     worker: WorkerHandle,

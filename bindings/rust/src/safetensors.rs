@@ -90,6 +90,18 @@ impl From<RawSafetensorsInfo> for SafetensorsInfo {
 
 /// A file of tensors that is open: its header is in memory, and each tensor is read when it is asked
 /// for. It stays the same file if another one takes its name.
+///
+/// ```
+/// # fn f() -> distgrad::Result<()> {
+/// let file = distgrad::SafetensorsFile::open("model.safetensors")?;
+/// for (name, info) in file.tensors()? {
+///     println!("{name}: {} {:?}", info.dtype, info.shape);
+/// }
+/// let bias = file.read("bias")?; // of the rest nothing is read
+/// # let _ = bias;
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_safetensors_file")]
 #[doc(alias = "dg_safetensors_file_destroy")]
 pub struct SafetensorsFile(Owned<SafetensorsFileHandle>);

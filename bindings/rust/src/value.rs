@@ -5,6 +5,15 @@ use std::borrow::Cow;
 /// An argument or a result of an operator. Arguments may borrow; results own.
 ///
 /// A dtype, layout or memory format is an integer, a device a string.
+///
+/// ```
+/// use distgrad::{op, values, Tensor, Value};
+/// let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+/// let keep = Value::Bool(true); // or true.into()
+/// let sums = op("aten::sum.dim_IntList", &values![&x, [1], keep])?;
+/// assert_eq!(sums.shape(), [2, 1]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_value")]
 #[derive(Clone, Debug)]
 #[non_exhaustive]

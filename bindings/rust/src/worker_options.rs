@@ -13,6 +13,18 @@ const JOIN: u64 = 4;
 const NO_GPU_CHANNEL: u64 = 8;
 
 /// The options of a [`Worker`], each with a default.
+///
+/// ```no_run
+/// use distgrad::WorkerOptions;
+/// use std::time::Duration;
+/// // What is not set here comes from the launcher, or from the environment.
+/// let worker = WorkerOptions::new()
+///     .key_file("job.key")
+///     .join_timeout(Duration::from_secs(300))
+///     .create()?;
+/// println!("rank {} of {}", worker.rank(), worker.world_size());
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_worker_options")]
 #[derive(Clone, Debug, Default)]
 pub struct WorkerOptions(RawWorkerOptions);
