@@ -9,6 +9,7 @@ sorted, times are the commit's, and owners are root.
 """
 import argparse
 import datetime
+import glob
 import gzip
 import json
 import os
@@ -20,6 +21,7 @@ import tarfile
 import tempfile
 import tomllib
 
+import documents
 import release_sbom
 from release_sbom import read
 
@@ -30,10 +32,12 @@ SYSTEM = {
     "libpthread.so.0", "librt.so.1", "libssl.so.3", "libstdc++.so.6", "libutil.so.1",
 }
 # Tracked files that stand in share/doc/distgrad as they do in the tree, so that links among them lead
-# somewhere.
+# somewhere. The crate is beside them, in bindings/rust, and the site, in html.
 DOCUMENTS = ["README.md", "CHANGELOG.md", "capi/CHANGELOG.md", "docs", "bindings/README.md", "bindings/c",
              "bindings/cpp"]
 NO_DOCUMENTS = re.compile(r".*BUILD\.bazel")
+# The wheels of @sphinx whose styles and scripts are in the site.
+IN_SITE = ["furo", "snowballstemmer", "sphinx", "sphinx_basic_ng", "sphinx_design"]
 
 
 class Refusal(Exception):
@@ -194,12 +198,48 @@ def check_paths(prefix, places):
                     raise Refusal("%s has the path %s of this machine" % (entry, place))
 
 
-def add_documents(root, doc):
-    """Documentation and samples, and what the machine has of libgomp's licence, which the wheels lack."""
+def drop_dead_links(doc):
+    """Of links in packed pages to what is not packed, the words stay."""
+    def of(path):
+        def replacement(found):
+            return found[0][1:found[0].rindex("](")] if documents.check_link(found[1], path, doc) else found[0]
+        return replacement
+
+    for path in entries(doc):
+        if path.endswith(".md") and ".dist-info/" not in path:
+            lines = read(os.path.join(doc, path)).splitlines()
+            for number in {number for number, _ in documents.check(path, doc)}:
+                lines[number - 1] = documents.LINK.sub(of(path), lines[number - 1])
+            write(os.path.join(doc, path), "\n".join(lines) + "\n")
+
+
+def add_licences(packages, name, doc):
+    """Of a wheel, in a folder as those of libtorch's wheels have it."""
+    pattern = os.path.join(glob.escape(packages), name + "-*.dist-info", "**", "*")
+    texts = [path for path in glob.glob(pattern, recursive=True)
+             if re.match(r"LICEN[CS]E|COPYING", os.path.basename(path)) and os.path.isfile(path)]
+    if not texts:
+        raise Refusal("the wheel of %s has no licence in its .dist-info" % name)
+    for path in texts:
+        place = os.path.join(doc, os.path.relpath(path, packages))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        shutil.copyfile(path, place)
+
+
+def add_documents(root, doc, crate, site, packages):
+    """Documentation, the site, samples, the crate, and what the machine has of libgomp's licence, which the
+    wheels lack."""
     for path in run("git", "-C", root, "ls-files", "-z", "--", *DOCUMENTS).split("\0"):
         if path and not NO_DOCUMENTS.fullmatch(path):
             os.makedirs(os.path.join(doc, os.path.dirname(path)), exist_ok=True)
             shutil.copyfile(os.path.join(root, path), os.path.join(doc, path))
+    with tarfile.open(crate) as archive:
+        archive.extractall(doc)
+    os.rename(os.path.join(doc, os.path.basename(crate)[:-len(".crate")]), os.path.join(doc, "bindings/rust"))
+    drop_dead_links(doc)
+    os.rename(site, os.path.join(doc, "html"))
+    for name in IN_SITE:
+        add_licences(packages, name, doc)
     for source in ("/usr/share/doc/gcc-12-base/copyright", "/usr/share/common-licenses/GPL-3"):
         if not os.path.exists(source):
             raise Refusal("%s is not on this machine; it has the licence of libgomp (Debian 12: "
@@ -217,6 +257,11 @@ def copyright_of(bill):
             licence = component["licenses"][0]
             text = licence.get("expression") or licence["license"].get("id") or licence["license"]["name"]
             lines.append("%s %s: %s. %s" % (component["name"], component["version"], text, note[0]))
+    for component in bill["components"]:
+        if component["name"].replace("-", "_") in IN_SITE:
+            lines.append("%s %s: %s. html: styles and scripts of the site"
+                         % (component["name"], component["version"], component["licenses"][0]["license"]["id"]))
+    lines.append("rustdoc: MIT OR Apache-2.0, its fonts OFL-1.1. html/rust/static.files, which has the texts")
     lines += ["", "Their texts stand in the folders beside this file; OpenSSL, and its licence, are the machine's own."]
     return "\n".join(lines) + "\n"
 
@@ -225,7 +270,7 @@ def copyright_of(bill):
 
 
 def make_crate(root, version, toolchain, scratch, output):
-    """Packs the crate with this version, as `cargo publish` would; returns the file's path."""
+    """Packs the crate with this version, as `cargo publish` would; returns the path of the file in `output`."""
     crate = os.path.join(scratch, "crate")
     for path in run("git", "-C", root, "ls-files", "-z", "--", "bindings/rust").split("\0"):
         if path:
@@ -247,7 +292,7 @@ def make_crate(root, version, toolchain, scratch, output):
     if result.returncode:
         raise Refusal("cargo package: " + result.stdout.strip())
     name = "distgrad-%s.crate" % version
-    shutil.copyfile(os.path.join(cargo.target, "package", name), os.path.join(output, name))
+    return shutil.copyfile(os.path.join(cargo.target, "package", name), os.path.join(output, name))
 
 
 def toolchain_of(stamp):
@@ -291,6 +336,12 @@ def release(root, version, output, runfiles, dirty):
         raise Refusal("%s is not empty; name another folder by --output" % output)
 
     with tempfile.TemporaryDirectory(prefix=".making-", dir=output) as scratch:
+        # First, while there is nothing in the folder: it may be one of the tree, all of which becomes pages.
+        site = os.path.join(scratch, "site")
+        # The list of the store's files stands for the store.
+        packages = os.path.dirname(os.path.realpath(os.path.join(runfiles, "sphinx/site/sums.json")))
+        run(sys.executable, os.path.join(root, "docs/sphinx/build.py"), "--packages", packages, "--tree", root,
+            "--rustdoc", os.path.join(runfiles, "distgrad/bindings/rust/rustdoc.tar"), "--output", site)
         prefix = os.path.join(scratch, "prefix")
         run(os.path.join(runfiles, "distgrad/capi/install"), prefix, env=dict(os.environ, RUNFILES_DIR=runfiles))
         needs = check_libraries(prefix)
@@ -301,7 +352,8 @@ def release(root, version, output, runfiles, dirty):
             dict(needs, commit=run("git", "-C", root, "rev-parse", "HEAD").strip(), platform=PLATFORM))
         sheet = json.dumps(bill, indent=1, sort_keys=True) + "\n"
         doc = os.path.join(prefix, "share/doc/distgrad")
-        add_documents(root, doc)
+        crate = make_crate(root, version, toolchain, scratch, output)
+        add_documents(root, doc, crate, site, packages)
         write(os.path.join(doc, "copyright"), copyright_of(bill))
         write(os.path.join(doc, "sbom.cdx.json"), sheet)
         write(os.path.join(doc, "REQUIREMENTS"),
@@ -311,7 +363,6 @@ def release(root, version, output, runfiles, dirty):
         settle(prefix, seconds)
 
         write(os.path.join(output, "distgrad-%s.cdx.json" % version), sheet)
-        make_crate(root, version, toolchain, scratch, output)
         name = "distgrad-%s-%s" % (version, PLATFORM)
         write_tar(prefix, name, os.path.join(output, name + ".tar.gz"), seconds)
 

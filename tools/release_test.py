@@ -142,6 +142,41 @@ class ArchiveTest(unittest.TestCase):
             os.remove(link)
 
 
+class DocumentsTest(unittest.TestCase):
+    def test_links_to_what_is_not_packed_are_words(self):
+        folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, folder)
+        for path, text in (
+                ("README.md", "[a](docs/a.md), [`core`](core), [x [y]](gone.md#z) and [a](docs/a.md#no)\n"
+                              "\n```cpp\n[f](core)\n```\n\n[far](https://example.org)\n"),
+                ("docs/a.md", "# A\n\n- [up](../README.md), [a head](#a), ![picture](gone.svg), [out](../../etc)\n"),
+                ("docs/start.md", "```{literalinclude} ../bindings/x.c\n```\n"),
+                ("x.dist-info/licenses/x.md", "[gone](gone)\n")):
+            release.write(os.path.join(folder, path), text)
+        release.drop_dead_links(folder)
+        self.assertEqual(release.read(os.path.join(folder, "README.md")),
+                         "[a](docs/a.md), `core`, x [y] and a\n\n```cpp\n[f](core)\n```\n\n"
+                         "[far](https://example.org)\n")
+        self.assertEqual(release.read(os.path.join(folder, "docs/a.md")),
+                         "# A\n\n- [up](../README.md), [a head](#a), ![picture](gone.svg), out\n")
+        self.assertEqual(release.read(os.path.join(folder, "docs/start.md")), "```{literalinclude} ../bindings/x.c\n```\n")
+        self.assertEqual(release.read(os.path.join(folder, "x.dist-info/licenses/x.md")), "[gone](gone)\n")
+
+    def test_licences_of_what_the_site_has(self):
+        folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, folder)
+        for path in ("furo-1.dist-info/licenses/LICENSE", "furo-1.dist-info/METADATA", "sphinx-2.dist-info/LICENSE.rst",
+                     "sphinx_design-1.dist-info/METADATA"):
+            release.write(os.path.join(folder, "store", path), path)
+        for name in ("furo", "sphinx"):
+            release.add_licences(os.path.join(folder, "store"), name, os.path.join(folder, "doc"))
+        self.assertEqual([path for path in release.entries(os.path.join(folder, "doc")) if "LICENSE" in path],
+                         ["furo-1.dist-info/licenses/LICENSE", "sphinx-2.dist-info/LICENSE.rst"])
+        self.assertNotIn("furo-1.dist-info/METADATA", release.entries(os.path.join(folder, "doc")))
+        with self.assertRaisesRegex(release.Refusal, "the wheel of sphinx_design has no licence"):
+            release.add_licences(os.path.join(folder, "store"), "sphinx_design", os.path.join(folder, "doc"))
+
+
 class LibraryTest(unittest.TestCase):
     """Run paths and needs of a library that is made here."""
 
@@ -234,6 +269,8 @@ class BillTest(unittest.TestCase):
         said = release.copyright_of(bill)
         for name in release_sbom.SHIPPED:
             self.assertIn("\n%s " % name, said)
+        for name in release.IN_SITE:
+            self.assertRegex(said, r"\n%s \S+: [A-Z0-9-]+[^\n]*\. html: " % name.replace("_", "-"))
 
     def test_no_licence_is_of_what_is_gone(self):
         pinned = {pin["name"] for pin in release_sbom.pins(ROOT)}

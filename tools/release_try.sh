@@ -143,20 +143,27 @@ root=$work/tarball
 try "tarball: apt-get install gcc, make, pkg-config, libssl3" "$root" online \
   "$(installing gcc libc6-dev make pkg-config libssl3)"
 try "tarball: unpacked" "$root" alone "tar -xzf /opt/release/$tarball -C /opt
-  mv /opt/${tarball%.tar.gz} /opt/distgrad; cat /opt/distgrad/share/doc/distgrad/REQUIREMENTS; du -sh /opt/distgrad"
+  mv /opt/${tarball%.tar.gz} /opt/distgrad; cd /opt/distgrad/share/doc/distgrad; du -sh /opt/distgrad html
+  for file in docs/start.md html/docs/start.html html/rust/distgrad/index.html bindings/rust/Cargo.toml; do test -s \$file; done
+  cat REQUIREMENTS"
 samples='cp -r /opt/distgrad/share/doc/distgrad/bindings/{c,cpp} /tmp; export PKG_CONFIG_PATH=/opt/distgrad/lib/pkgconfig'
-try "tarball: C by pkg-config: hello, custom_handler" "$root" alone "$samples
-  cd /tmp/c; make hello custom_handler; ./custom_handler; ./hello | grep '^Hello process one'"
+try "tarball: C by pkg-config: hello, split, custom_handler" "$root" alone "$samples
+  cd /tmp/c; make hello split custom_handler; ./custom_handler; ./split; ./hello | grep '^Hello process one'"
 try "tarball: moved to another place" "$root" alone 'mv /opt/distgrad /srv/distgrad
   export PKG_CONFIG_PATH=/srv/distgrad/lib/pkgconfig; cd /tmp/c; make -B hello; ./hello | grep "^Hello process one"
   mv /srv/distgrad /opt/distgrad'
 try "tarball: apt-get install g++" "$root" online "$(installing g++)"
 try "tarball: C++ by pkg-config: hello, split" "$root" alone "$samples
   cd /tmp/cpp; make hello split; ./split; ./hello | grep '^Hello worker 0'"
+try "tarball: C++ and C, two processes with a key, as a launcher starts them" "$root" alone '
+  od -An -tx1 -N32 /dev/urandom | tr -d " \n" >/tmp/job.key; chmod 600 /tmp/job.key
+  export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 DISTGRAD_KEY_FILE=/tmp/job.key
+  for split in /tmp/cpp/split /tmp/c/split; do RANK=1 $split & RANK=0 $split; wait $!; done'
 try "tarball: apt-get install cmake" "$root" online "$(installing cmake)"
 try "tarball: C and C++ by CMake" "$root" alone "$cmake_user cmake -S . -B build -DCMAKE_PREFIX_PATH=/opt/distgrad; $built"
-try "tarball: Rust, the crate's hello by DISTGRAD_DIR" "$root" alone "$rust_user
-  export DISTGRAD_DIR=/opt/distgrad; cd /tmp/crate; cargo run --example hello | grep '^Hello process one'"
+try "tarball: Rust, hello of its own copy of the crate, by DISTGRAD_DIR" "$root" alone "$rust_user
+  export DISTGRAD_DIR=/opt/distgrad; cp -r /opt/distgrad/share/doc/distgrad/bindings/rust /tmp/rust; cd /tmp/rust
+  cargo run --example hello | grep '^Hello process one'"
 try "tarball: Rust, a crate that depends on it, by pkg-config" "$root" alone "$rust_user
   export PKG_CONFIG_PATH=/opt/distgrad/lib/pkgconfig; cargo run | grep 'the sum is 6'"
 try "crate: documentation as docs.rs makes it, without the library" "$root" alone "$rust_user
