@@ -447,6 +447,10 @@ int Main(int argc, char** argv) {
   transformer.batch = 32;
   transformer.micro_batches = 16;
   ReportSplit(transformer);
+  transformer.batch = 64;
+  transformer.micro_batches = 32;
+  transformer.steps = 1;
+  ReportSplit(transformer);
   transformer.name = "6 transformer blocks of 256, sequences of 128";
   transformer.layers = 6;
   transformer.processes = 3;

@@ -304,12 +304,20 @@ absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches) {
     // Later ranks put off more weights, as they have fewer forwards ahead: so much is held on each,
     // and that much there is to do at the end, while the gradients go back to the first.
     for (int m = 0; m < micro_batches; ++m) {
-      list.push_back({Kind::kBackwardInput, s, m});
-      if (m >= s) list.push_back({Kind::kBackwardWeight, s, m - s});
+      if (s == 0) {
+        // Nobody waits for the first stage's gradients of inputs, and both halves apart take
+        // longer than a whole backward.
+        list.push_back({Kind::kBackward, s, m});
+      } else {
+        list.push_back({Kind::kBackwardInput, s, m});
+        if (m >= s) list.push_back({Kind::kBackwardWeight, s, m - s});
+      }
       if (m + ahead < micro_batches) list.push_back({Kind::kForward, s, m + ahead});
     }
-    for (int m = std::max(0, micro_batches - s); m < micro_batches; ++m) {
-      list.push_back({Kind::kBackwardWeight, s, m});
+    if (s > 0) {
+      for (int m = std::max(0, micro_batches - s); m < micro_batches; ++m) {
+        list.push_back({Kind::kBackwardWeight, s, m});
+      }
     }
     schedule.max_activations.push_back(std::min(micro_batches, stages));
   }

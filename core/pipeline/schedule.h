@@ -89,7 +89,8 @@ absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_
 
 // 1F1B with backward in two halves I and W, the second of which fills what would be idle: ZB-H1 of
 // Qi et al., 2023. Where M >= S a rank is idle for (S - 1) (F + I - W), if the three take the same
-// time. Each rank holds min(M, S) activations.
+// time. Each rank holds min(M, S) activations. The first stage's backward stays whole, for nobody
+// waits for its I.
 absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches);
 
 // The schedule without backward, for evaluation, with the stages where another has them.

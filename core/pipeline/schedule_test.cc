@@ -293,6 +293,18 @@ TEST(ScheduleTest, ShuffledListsAreRefusedWhereTheyComeToNoEnd) {
   EXPECT_GT(taken, 100);
 }
 
+// Halves apart take longer than a whole backward, and nobody waits for what the first stage's would
+// have early.
+TEST(ScheduleTest, ZeroBubbleHasHalvesWhereARankWaitsForTheFirst) {
+  const Schedule schedule = *ZeroBubbleH1(3, 4);
+  for (size_t rank = 0; rank < schedule.lists.size(); ++rank) {
+    for (const Action& action : schedule.lists[rank]) {
+      const bool half = action.kind == Kind::kBackwardInput || action.kind == Kind::kBackwardWeight;
+      EXPECT_FALSE(rank == 0 ? half : action.kind == Kind::kBackward) << "rank " << rank;
+    }
+  }
+}
+
 TEST(ScheduleTest, StepsComeOnceForEachStageBehindItsGradients) {
   Schedule schedule = *ZeroBubbleH1(2, 3);
   schedule.lists[0].push_back({Kind::kStep, 0});

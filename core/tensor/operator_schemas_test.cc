@@ -543,13 +543,12 @@ TEST(OperatorSchemas, WhatReturnsAnyNumberOfTensorsIsKnown) {
       if (result.real_type()->kind() == c10::TypeKind::ListType) lists.insert(op.name);
     }
   }
-  EXPECT_EQ(
-      lists,
-      (std::set<std::string>{
-          "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d", "aten::broadcast_tensors",
-          "aten::dequantize", "aten::gradient", "aten::lstm_mps_backward", "aten::meshgrid",
-          "aten::miopen_rnn_backward", "aten::nonzero_numpy", "aten::quantize_per_tensor",
-          "aten::unflatten_dense_tensors", "aten::where"}));
+  EXPECT_EQ(lists, (std::set<std::string>{
+                       "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d",
+                       "aten::broadcast_tensors", "aten::dequantize", "aten::gradient",
+                       "aten::lstm_mps_backward", "aten::meshgrid", "aten::miopen_rnn_backward",
+                       "aten::nonzero_numpy", "aten::quantize_per_tensor",
+                       "aten::unflatten_dense_tensors", "aten::where"}));
 }
 
 void ExpectPieces(const std::string& name, const Values& arguments) {

@@ -141,8 +141,8 @@ int Main(int argc, char** argv) {
                  "[--twice] [--first] [--whole]\n");
     return 2;
   }
-  void* const shared = mmap(nullptr, sizeof(Tally), PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* const shared =
+      mmap(nullptr, sizeof(Tally), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   DG_CHECK(shared != MAP_FAILED);
   Tally& tally = *new (shared) Tally;
   tally.end = options.from + options.seeds;

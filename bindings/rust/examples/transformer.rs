@@ -52,7 +52,7 @@ impl Options {
         let mut options = Self {
             file: String::new(),
             stages: 2,
-            schedule: "1f1b".into(),
+            schedule: "zb_h1".into(),
             micro_batches: 8,
             replicas: 1,
             steps: 1200,
