@@ -76,7 +76,7 @@ echo "== traces"
 train --stages=2 --output=traced --trace=trace.json >stdout
 "$check" trace.0.json trace.1.json >spans
 for line in "worker0 client step $((2 * steps))" "worker1 server step $steps" \
-  "worker0 pipeline backward 0 $steps" "worker1 pipeline backward 3 $steps"; do
+  "worker0 pipeline backward 0 $steps" "worker1 pipeline backward of weights 3 $steps"; do
   grep -qx "$line" spans || fail "the traces lack: $line; they have: $(cat spans)"
 done
 
