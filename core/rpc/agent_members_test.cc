@@ -105,6 +105,11 @@ class Silence : public FaultInjector {
   void HoldsLarge(bool holds) { holds_large_ = holds; }
   // Connections for large packets carry nothing, and their ends do not know.
   void LosesLarge(bool loses) { loses_large_ = loses; }
+  // They carry nothing that comes from this address, and what goes to it.
+  void LosesLargeFrom(const std::string& address) {
+    absl::MutexLock lock(&mu_);
+    loses_large_from_ = address;
+  }
   void CutNext() { cut_next_ = true; }
   // Who sends there is short of memory or file descriptors.
   void RefuseAllTo(const std::string& address) {
@@ -130,7 +135,7 @@ class Silence : public FaultInjector {
     if (kind == FrameKind::kBulkPing) ++bulk_pings_;
     if (kind == FrameKind::kBulkPong) ++bulk_pongs_;
     const bool is_on_bulk = kind == FrameKind::kBulkPing || packet.size() > Link::kBulkBytes;
-    if (loses_large_ && is_on_bulk) return Action::kDrop;
+    if ((loses_large_ || from == loses_large_from_) && is_on_bulk) return Action::kDrop;
     if (from == silent_ || to == silent_) {
       return kind == FrameKind::kHello ? Action::kHold : Action::kDrop;
     }
@@ -142,6 +147,7 @@ class Silence : public FaultInjector {
  private:
   absl::Mutex mu_;
   std::string silent_ ABSL_GUARDED_BY(mu_), refused_ ABSL_GUARDED_BY(mu_);
+  std::string loses_large_from_ ABSL_GUARDED_BY(mu_) = "nobody";
   std::atomic<bool> holds_large_{false}, loses_large_{false}, cut_next_{false};
   std::atomic<int> pings_{0}, bulk_pings_{0};
   int pongs_ ABSL_GUARDED_BY(mu_) = 0, bulk_pongs_ ABSL_GUARDED_BY(mu_) = 0;
@@ -719,6 +725,28 @@ TEST_F(AgentMembersTest, ADeadConnectionForLargePacketsIsFound) {
   EXPECT_TRUE(Contains(status, "though it lives")) << status;
   b().service.AwaitLost(0).IgnoreError();
   silence_->LosesLarge(false);
+  EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
+}
+
+// Or one way of it: as where a byte was changed in the length of what is encrypted together, and
+// the other end waits for the rest. Each hears the other one all the while: the one its pings, the
+// other one the answers to them.
+TEST_F(AgentMembersTest, AConnectionForLargePacketsThatCarriesOneWayIsFound) {
+  const std::string large(Link::kBulkBytes, 'x');
+  EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
+  silence_->LosesLargeFrom(a().info.address);
+  const auto call = a().Call(1, "echo", large, {.deadline = clock_.Now() + 3 * kLimit});
+  for (int i = 0; i < 16 && !call.Done(); ++i) {
+    Beat();
+    // Later ones may be on a connection that has ended.
+    if (i < 9) silence_->AwaitPongs(silence_->pings());
+    for (WorkerRank to : {1, 0, 1}) EXPECT_TRUE(c().Call(to, "echo").Wait().ok());
+  }
+  const absl::Status status = call.Wait().status();
+  ASSERT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "though it lives")) << status;
+  b().service.AwaitLost(0).IgnoreError();
+  silence_->LosesLargeFrom("nobody");
   EXPECT_EQ(*a().Call(1, "echo", large).Wait(), large);
 }
 

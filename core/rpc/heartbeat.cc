@@ -14,13 +14,17 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   absl::flat_hash_map<WorkerRank, absl::Time> peers;
   for (const Reading& reading : readings) {
     const auto before = links_.find(reading.link);
-    Sign sign{reading.heard, reading.sent, now};
+    Sign sign{reading.heard, reading.sent, reading.answered, now, now};
     // The first tick that sees something takes it for new, though it may be as old as the last
     // tick: that is the fifth of the limit by which a loss comes early.
     if (before != links_.end() && before->second.heard == reading.heard && !slept) {
       sign.last = before->second.last;
       if (reading.answers || !reading.is_bulk) sign.pinged = before->second.pinged;
       if (before->second.sent == reading.sent) sign.stuck = before->second.stuck;
+    }
+    if (before != links_.end() && before->second.answered == reading.answered && !slept) {
+      sign.last_answer = before->second.last_answer;
+      if (reading.answers) sign.pinged_for_answer = before->second.pinged_for_answer;
     }
     sign.stuck = reading.answers ? absl::InfiniteFuture() : std::min(sign.stuck, now);
     links.emplace(reading.link, sign);
@@ -40,9 +44,12 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     if (reading.is_bulk && was_open) return false;
     return now - sign.stuck >= (reading.is_bulk ? bulk_opening_ : limit_ - interval());
   };
+  const auto delivers_nothing = [&](const Reading& reading) {
+    return reading.is_bulk && now - links_[reading.link].pinged_for_answer >= 2 * limit_;
+  };
   for (const Reading& reading : readings) {
     if (!reading.peer || reading.heard == 0 || !peers.contains(*reading.peer)) continue;
-    if (is_dead(reading)) stale.insert(*reading.peer);
+    if (is_dead(reading) || delivers_nothing(reading)) stale.insert(*reading.peer);
   }
 
   Verdict verdict;
@@ -63,8 +70,13 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
       verdict.stale.push_back(i);
       continue;
     }
-    if (!reading.peer || now - sign.last < interval()) continue;
-    if (silent >= interval() || reading.answers) verdict.ask.push_back(i);
+    if (!reading.peer) continue;
+    const bool is_quiet = now - sign.last >= interval();
+    const bool wants_answer =
+        reading.is_bulk && reading.answers && now - sign.last_answer >= interval();
+    if (is_quiet ? silent >= interval() || reading.answers : wants_answer) verdict.ask.push_back(i);
+    if (wants_answer) sign.pinged_for_answer = std::min(sign.pinged_for_answer, now);
+    if (!is_quiet) continue;
     if (reading.answers) sign.pinged = std::min(sign.pinged, now);
     if (silent < 2 * interval()) continue;
     if (!probed_.contains(*reading.peer) && probed.emplace(*reading.peer, true).second) {

@@ -15,6 +15,10 @@
 // packets may take longer than the limit; there the system has to notice it, which counts bytes.
 // And with a link for large packets the one ends that it belongs to: so until it is open it has as
 // long as transports have for that, where that is longer.
+//
+// What comes on a link for large packets does not say whether what is sent there arrives: the
+// answers to its pings come on another link. So each end counts these by themselves. In the buffers
+// of the system the end of a large packet may be before a ping: so there it has twice the limit.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -44,6 +48,8 @@ class Heartbeat {
     // Whether it carries large packets. One may come before a ping that was to have nothing before
     // it: so while one is being sent, no answer is expected.
     bool is_bulk = false;
+    // Of one that does: how many of its pings have been answered.
+    uint64_t answered = 0;
   };
   // What is to be done; links by their place in the readings.
   struct Verdict {
@@ -68,10 +74,11 @@ class Heartbeat {
 
  private:
   struct Sign {
-    uint64_t heard = 0, sent = 0;
-    absl::Time last;  // when it was heard
+    uint64_t heard = 0, sent = 0, answered = 0;
+    absl::Time last;         // when it was heard
+    absl::Time last_answer;  // when a ping was answered last, if it is a bulk link
     // When it was pinged first since then, with nothing before the ping.
-    absl::Time pinged = absl::InfiniteFuture();
+    absl::Time pinged = absl::InfiniteFuture(), pinged_for_answer = absl::InfiniteFuture();
     // Since when something waits to leave, and nothing leaves nor is heard.
     absl::Time stuck = absl::InfiniteFuture();
   };

@@ -112,6 +112,33 @@ TEST_F(HeartbeatTest, ABulkLinkHasTimeToAnswerAfterALargePacket) {
   EXPECT_EQ(tick(++i, true).stale, (std::vector<size_t>{0, 1}));
 }
 
+// The other end sends there, pings among it, and answers those that come to it.
+TEST_F(HeartbeatTest, ABulkLinkThatDeliversNothingIsStaleThoughItIsHeard) {
+  for (const uint64_t speaks_each : {1, 2, 3}) {
+    const uint64_t link = 10 * speaks_each;  // a new one
+    const auto tick = [&](uint64_t i, bool delivers, bool answers = true) {
+      return Tick({{.link = link, .peer = 5, .heard = i, .answers = true},
+                   {.link = link + 1,
+                    .peer = 5,
+                    .heard = 1 + i / speaks_each,
+                    .answers = answers,
+                    .is_bulk = true,
+                    .answered = delivers ? i : 20}});
+    };
+    uint64_t i = 0;
+    while (i < 20) EXPECT_TRUE(tick(++i, true).stale.empty()) << i;
+    // A large packet leaves meanwhile.
+    for (int k = 0; k < 8; ++k) EXPECT_TRUE(tick(++i, false).stale.empty()) << i;
+    EXPECT_TRUE(tick(++i, false, /*answers=*/false).stale.empty());
+    for (int k = 0; k < 10; ++k) {
+      const auto verdict = tick(++i, false);
+      EXPECT_EQ(verdict.ask, std::vector<size_t>{1}) << i;
+      EXPECT_TRUE(verdict.stale.empty()) << i;
+    }
+    EXPECT_EQ(tick(++i, false).stale, (std::vector<size_t>{0, 1})) << speaks_each;
+  }
+}
+
 // A second link that is taken by the kernel and by nobody else.
 TEST_F(HeartbeatTest, ALinkOnWhichNothingEverCameGoesAlone) {
   const auto tick = [&](uint64_t heard) {

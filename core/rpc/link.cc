@@ -174,7 +174,9 @@ bool Link::ClaimBulk() {
 
 void Link::HearBulk() {
   absl::MutexLock lock(&mu_);
-  if (bulk_ != nullptr) bulk_->heard_.fetch_add(1, std::memory_order_relaxed);
+  if (bulk_ == nullptr) return;
+  bulk_->heard_.fetch_add(1, std::memory_order_relaxed);
+  bulk_->answered_.fetch_add(1, std::memory_order_relaxed);
 }
 
 bool Link::ready(uint64_t bytes) const {

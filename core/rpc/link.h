@@ -97,6 +97,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Return the number of packets that have arrived, and that have left.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
   uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
+  // Returns the number of answers to pings on this link, if it is one for large packets.
+  uint64_t answered() const { return answered_.load(std::memory_order_relaxed); }
   // Say, and return, whether a request, a reply or a notice has come on it.
   void SetCarried() { carried_.store(true, std::memory_order_relaxed); }
   bool carried() const { return carried_.load(std::memory_order_relaxed); }
@@ -189,7 +191,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   const std::shared_ptr<SendWindow> window_;
   ServedCalls served_;
   Strand out_;
-  std::atomic<uint64_t> heard_{0}, sent_{0};
+  std::atomic<uint64_t> heard_{0}, sent_{0}, answered_{0};
   std::atomic<bool> carried_{false};
   std::atomic<size_t> unsent_{0};  // small packets that have not left, nor were given up
 

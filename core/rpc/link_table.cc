@@ -565,7 +565,8 @@ void LinkTable::Beat() {
                           .heard = link.heard(),
                           .sent = link.sent(),
                           .answers = link.idle(),
-                          .is_bulk = link.is_bulk()});
+                          .is_bulk = link.is_bulk(),
+                          .answered = link.answered()});
       links.push_back(entry.link);
     }
     beats_ = !links.empty();
