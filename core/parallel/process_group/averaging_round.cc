@@ -2,6 +2,9 @@
 #include "core/parallel/process_group/averaging_round.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/tensor.h>
@@ -19,6 +22,50 @@ namespace distgrad {
 namespace {
 
 bool IsDense(const at::Tensor& tensor) { return tensor.layout() == at::kStrided; }
+
+// A sparse gradient with the note of a bucket that is not flat: an element in a row behind the
+// last, which its sum has if any rank has touched the gradient. The elements do not say that, for a
+// gradient may have none: of an embedding of no rows, or of rows whose dense gradient is zero.
+// `gradient` undefined: no elements. The result has memory of its own.
+at::Tensor WithNote(const at::Tensor& gradient, const at::Tensor& parameter, bool touched) {
+  std::vector<int64_t> sizes = parameter.sizes().vec();
+  const int64_t rows = sizes[0]++;
+  at::Tensor indices, values;
+  if (gradient.defined()) {
+    const at::Tensor sparse = IsDense(gradient) ? gradient.to_sparse(1) : gradient;
+    indices = sparse._indices();
+    values = sparse._values();
+  } else {
+    // Of the shape that the gradients of an embedding have: rows.
+    std::vector<int64_t> no_rows = parameter.sizes().vec();
+    no_rows[0] = 0;
+    indices = at::empty({1, 0}, parameter.options().dtype(at::kLong));
+    values = at::empty(no_rows, parameter.options());
+  }
+  if (touched) {
+    at::Tensor place = at::zeros({indices.size(0), 1}, indices.options());
+    place[0].fill_(rows);
+    std::vector<int64_t> one = values.sizes().vec();
+    one[0] = 1;
+    indices = at::cat({indices, place}, 1);
+    values = at::cat({values, at::ones(one, values.options())});
+  } else {
+    values = values.clone();
+  }
+  return at::sparse_coo_tensor(indices, values, sizes).coalesce();
+}
+
+// Takes the note off a sum. Undefined if it has none.
+at::Tensor WithoutNote(const at::Tensor& sum, const at::Tensor& parameter) {
+  const at::Tensor coalesced = sum.coalesce();
+  // The indices of rows rise.
+  const int64_t last = coalesced._nnz() - 1;
+  if (last < 0 || coalesced.indices()[0][last].item<int64_t>() < parameter.size(0)) return {};
+  at::Tensor rest = at::sparse_coo_tensor(coalesced.indices().narrow(1, 0, last).contiguous(),
+                                          coalesced.values().narrow(0, 0, last), parameter.sizes());
+  rest._coalesced_(true);
+  return rest;
+}
 
 }  // namespace
 
@@ -74,15 +121,7 @@ absl::Status AveragingRound::Begin(const std::vector<at::Tensor>& all,
         .copy_(at::tensor(notes), /*non_blocking=*/true);
   } else {
     const size_t k = bucket.slots[0].tensor;
-    const at::Tensor& parameter = plan_.parameters()[k].tensor;
-    if (!gradients[k].defined()) {
-      sum = at::sparse_coo_tensor(parameter.sizes(), parameter.options().layout(at::kSparse));
-      // Of the shape that the gradients of an embedding have: rows.
-      sum.sparse_resize_and_clear_(parameter.sizes(), 1, parameter.dim() - 1);
-    } else {
-      sum = IsDense(gradients[k]) ? gradients[k].to_sparse(1) : gradients[k].clone();
-    }
-    sum = sum.coalesce();
+    sum = WithNote(gradients[k], plan_.parameters()[k].tensor, touched[k]);
     if (DividesFirst(bucket.dtype)) sum.div_(plan_.group().size());
   }
   DG_ASSIGN_OR_RETURN(auto running, plan_.group().BeginSum(sum, plan_.what(b)));
@@ -142,7 +181,8 @@ void AveragingRound::Divide(size_t b, const std::vector<bool>& touched, int64_t 
   };
   if (!bucket.flat) {
     const size_t k = bucket.slots[0].tensor;
-    if (touched[k] || sum._nnz() > 0) (*averages)[k] = divide(sum.coalesce());
+    const at::Tensor noted = WithoutNote(sum, plan_.parameters()[k].tensor);
+    if (noted.defined()) (*averages)[k] = divide(noted);
     return;
   }
   // An accelerator is waited for only where this rank cannot tell by itself.

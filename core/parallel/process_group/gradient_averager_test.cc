@@ -8,11 +8,13 @@
 #include <torch/nn.h>
 #include <torch/optim.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <new>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -942,6 +944,29 @@ TEST(GradientAveragerTest, SparseGradientsAreAveraged) {
   }
 }
 
+// Of an embedding that has looked nothing up. It counts as zeros do, as an optimizer counts them: a
+// rank without it would not go on by its momentum as the others do.
+TEST(GradientAveragerTest, AnEmptySparseGradientIsOneOfAllRanks) {
+  for (const bool is_used : {true, false}) {
+    RunRanks(2, [&](Group group) {
+      const Tensor w = Parameter({4, 2}), other = Parameter({2});
+      const auto averager = NewAverager(
+          group, {{.name = "w", .tensor = w, .sparse_gradient = true}, {"other", other}});
+      Tensor loss = other.sum();
+      if (is_used && group->rank() == 0) {
+        const Tensor no_rows = torch::zeros({0}, torch::kLong);
+        loss = loss + torch::embedding(w, no_rows, -1, false, /*sparse=*/true).sum();
+      }
+      EXPECT_TRUE(StatusOfBackward(loss).ok());
+      ASSERT_EQ(w.grad().defined(), is_used) << "rank " << group->rank();
+      if (!is_used) return;
+      ASSERT_TRUE(w.grad().is_sparse());
+      EXPECT_EQ(w.grad()._nnz(), 0) << "an optimizer may step the rows that are there";
+      EXPECT_EQ(w.grad().sizes(), w.sizes());
+    });
+  }
+}
+
 TEST(GradientAveragerTest, NorSparseOnes) {
   for (const bool in_backward : {true, false}) {
     RunRanks(1, [in_backward](Group group) {
@@ -1164,6 +1189,152 @@ TEST(GradientAveragerTest, AContextInThePlaceOfTheFollowedOneIsAnother) {
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
     EXPECT_TRUE(Contains(status, "context 7 was given up when 1 of 1 buckets")) << status;
   });
+}
+
+// ------------------------------------------------------------------------------- Random programs
+
+// What ranks do with some parameters, step by step, by a seed. All numbers are small and whole, so
+// that sums are the same in any order.
+struct RandomReplicas {
+  enum Use { kUnused, kRows, kNoRows, kDense, kZeros, kUses };
+  enum class How { kHooks, kByHand, kContext, kInBackwardOfContext, kCount };
+
+  explicit RandomReplicas(uint64_t seed) : random(seed) {
+    ranks = 1 + Draw(4);
+    how = static_cast<How>(Draw(static_cast<int>(How::kCount)));
+    options = {.bucket_bytes = size_t(Draw(2) == 0 ? 8 : 1024),
+               .first_bucket_bytes = 8,
+               .in_backward = how == How::kHooks,
+               .divide_by_active = Draw(2) == 0};
+    const int parameters = 1 + Draw(4);
+    for (int k = 0; k < parameters; ++k) {
+      rows.push_back(1 + Draw(4));
+      is_sparse.push_back(Draw(2) == 0);
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      // One that has no batch joins.
+      uses.emplace_back(Draw(4));
+      for (std::vector<Use>& step : uses.back()) {
+        for (int k = 0; k < parameters; ++k) step.push_back(static_cast<Use>(Draw(kUses)));
+      }
+      steps = std::max(steps, static_cast<int>(uses.back().size()));
+    }
+  }
+  int Draw(int below) { return static_cast<int>(random() % below); }
+
+  bool IsActive(int rank, int step) const { return step < static_cast<int>(uses[rank].size()); }
+  // What a rank's loss is of one parameter, and its gradient.
+  static Tensor Loss(const Tensor& w, Use use, int rank, int step) {
+    const int64_t row = (rank + step) % w.size(0);
+    const auto look_up = [&](std::vector<int64_t> of) {
+      return torch::embedding(w, torch::tensor(of, torch::kLong), -1, false, /*sparse=*/true).sum();
+    };
+    switch (use) {
+      case kRows:
+        return look_up({row, 0, row}) * (1 + rank);
+      case kNoRows:
+        return look_up({});
+      case kDense:
+        return w.sum() * (2 + rank);
+      case kZeros:
+        return w.sum() * 0;
+      default:
+        return Tensor();
+    }
+  }
+  static Tensor Gradient(Use use, int64_t rows, int rank, int step) {
+    const Tensor w = Parameter({rows, 2});
+    Loss(w, use, rank, step).backward();
+    return w.grad();
+  }
+
+  std::mt19937_64 random;
+  int ranks = 0, steps = 0;
+  How how = How::kHooks;
+  GradientAveragerOptions options;
+  std::vector<int64_t> rows;  // by parameter
+  std::vector<bool> is_sparse;
+  std::vector<std::vector<std::vector<Use>>> uses;  // by rank, by step, by parameter
+};
+
+// Each rank has the averages that one process has, and none where that has none: whatever the
+// others have used, by whichever way, and whoever has run out of batches.
+TEST(GradientAveragerTest, RandomReplicasHaveTheGradientsOfOneProcess) {
+  for (uint64_t seed = 0; seed < 60; ++seed) {
+    SCOPED_TRACE(absl::StrCat("seed ", seed));
+    const RandomReplicas plan(seed);
+    using How = RandomReplicas::How;
+    RunRanks(plan.ranks, [&](Group group) {
+      const int rank = group->rank();
+      std::vector<NamedTensor> named;
+      for (size_t k = 0; k < plan.rows.size(); ++k) {
+        named.push_back({.name = absl::StrCat(k),
+                         .tensor = Parameter({plan.rows[k], 2}),
+                         .sparse_gradient = plan.is_sparse[k]});
+      }
+      const auto averager = NewAverager(group, named, {}, plan.options);
+      const bool of_context = plan.how == How::kContext || plan.how == How::kInBackwardOfContext;
+      for (int step = 0; step <= plan.steps; ++step) {
+        ContextRecord context(1 + step);
+        for (const NamedTensor& each : named) each.tensor.mutable_grad().reset();
+        absl::Status status;
+        bool others = true;
+        if (!plan.IsActive(rank, step)) {
+          const auto joined = of_context ? averager->Join(context) : averager->Join();
+          status = joined.status();
+          others = joined.ok() && *joined;
+        } else {
+          const auto& uses = plan.uses[rank][step];
+          if (plan.how == How::kInBackwardOfContext) {
+            status = averager->AverageInBackward(context);
+          }
+          Tensor loss;
+          for (size_t k = 0; k < named.size(); ++k) {
+            if (uses[k] == RandomReplicas::kUnused) continue;
+            if (of_context) {
+              AddGradient(context, named[k].tensor,
+                          RandomReplicas::Gradient(uses[k], plan.rows[k], rank, step));
+              continue;
+            }
+            const Tensor part = RandomReplicas::Loss(named[k].tensor, uses[k], rank, step);
+            loss = loss.defined() ? loss + part : part;
+          }
+          if (loss.defined()) status.Update(StatusOfBackward(loss));
+          if (of_context) {
+            status.Update(averager->Average(context));
+          } else if (plan.how == How::kByHand || !loss.defined()) {
+            status.Update(averager->Average());
+          }
+        }
+        ASSERT_TRUE(status.ok()) << status;
+        ASSERT_EQ(others, step < plan.steps) << "step " << step;
+        if (!others) return;
+        for (size_t k = 0; k < named.size(); ++k) {
+          // One process: it adds up what the ranks have.
+          Tensor sum;
+          int active = 0;
+          for (int from = 0; from < plan.ranks; ++from) {
+            if (!plan.IsActive(from, step)) continue;
+            ++active;
+            const auto use = plan.uses[from][step][k];
+            if (use == RandomReplicas::kUnused) continue;
+            const Tensor part = RandomReplicas::Gradient(use, plan.rows[k], from, step).to_dense();
+            sum = sum.defined() ? sum + part : part;
+          }
+          const Tensor gradient = of_context ? context.GradientsOf({named[k].tensor}).value()[0]
+                                             : named[k].tensor.grad();
+          ASSERT_EQ(gradient.defined(), sum.defined())
+              << "parameter " << k << ", step " << step << ", rank " << rank;
+          if (!sum.defined()) continue;
+          EXPECT_EQ(gradient.is_sparse(), plan.is_sparse[k]);
+          const Tensor average = sum / (plan.options.divide_by_active ? active : plan.ranks);
+          EXPECT_TRUE(gradient.to_dense().equal(average))
+              << "parameter " << k << ", step " << step << ", rank " << rank << ": " << gradient
+              << average;
+        }
+      }
+    });
+  }
 }
 
 }  // namespace
