@@ -108,18 +108,25 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
   return cut;
 }
 
-// The ranks that have a tied parameter, by its name, where several have it.
-absl::StatusOr<std::map<std::string, std::vector<int>>> RanksOfTied(
-    const Schedule& schedule, const std::vector<Future<Message>>& begun) {
-  std::map<std::string, std::vector<int>> all;
+// What the ranks have in common.
+struct Shared {
+  std::map<std::string, std::vector<int>> tied;  // where several have it: the ranks, by name
+  std::vector<bool> averages;                    // by rank: over replicas
+};
+
+absl::StatusOr<Shared> SharedOf(const Schedule& schedule,
+                                const std::vector<Future<Message>>& begun) {
+  Shared shared;
+  std::map<std::string, std::vector<int>>& all = shared.tied;
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    DG_ASSIGN_OR_RETURN(const TieNames names, DecodeTieNames(begun[rank].Wait()->payload));
-    for (const std::string& name : names) all[name].push_back(rank);
+    DG_ASSIGN_OR_RETURN(const Begun of_rank, DecodeBegun(begun[rank].Wait()->payload));
+    for (const std::string& name : of_rank.names) all[name].push_back(rank);
+    shared.averages.push_back(of_rank.averages);
   }
   for (auto each = all.begin(); each != all.end();) {
     each = each->second.size() > 1 ? std::next(each) : all.erase(each);
   }
-  return all;
+  return shared;
 }
 
 // The stages of each rank that have a step in the schedule.
@@ -236,12 +243,17 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
           context);
       DG_RETURN_IF_ERROR(calls.Wait());
     }
-    DG_ASSIGN_OR_RETURN(const auto tied, RanksOfTied(schedule, begun));
-    for (int rank = 0; rank < schedule.ranks() && !tied.empty(); ++rank) {
+    DG_ASSIGN_OR_RETURN(const Shared shared, SharedOf(schedule, begun));
+    const auto averages = std::find(shared.averages.begin(), shared.averages.end(), true);
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
       const std::string& worker = options_.workers[rank];
-      const Ties ties{{plan.step, FirstStage(schedule.rank_of_stage, rank)}, tied};
+      Ties ties{{plan.step, FirstStage(schedule.rank_of_stage, rank)}, shared.tied, ""};
+      if (averages != shared.averages.end() && !shared.averages[rank]) {
+        ties.averages = options_.workers[averages - shared.averages.begin()];
+      }
+      if (ties.ranks.empty() && ties.averages.empty()) continue;
       calls.Make(worker, kTieStep, {EncodeTies(ties), {}},
-                 absl::StrCat("naming the tied parameters of ", who, " to ",
+                 absl::StrCat("saying what the ranks of ", who, " share to ",
                               DescribeRank(schedule, rank, worker)));
     }
     DG_RETURN_IF_ERROR(calls.Wait());

@@ -21,6 +21,7 @@
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -1558,7 +1559,7 @@ class PipelineReplicasTest : public PipelineTest {
   // parameter, where there are some, by worker.
   static std::vector<std::shared_ptr<GradientAverager>> MakeAveragers(
       Cluster& cluster, const Schedule& schedule, const std::vector<Layers>& of_replica,
-      const Tensors& more = {}) {
+      const Tensors& more = {}, const Tensors& left_out = {}) {
     std::vector<std::shared_ptr<GradientAverager>> made(cluster.size());
     std::vector<std::thread> threads;
     for (int i = 0; i < cluster.size(); ++i) {
@@ -1568,7 +1569,10 @@ class PipelineReplicasTest : public PipelineTest {
         for (int s = 0; s < schedule.stages(); ++s) {
           if (schedule.rank_of_stage[s] != rank) continue;
           for (const at::Tensor& parameter : of_replica[replica].Of(s)) {
-            parameters.push_back({absl::StrCat(parameters.size()), parameter});
+            const bool is_there =
+                std::none_of(left_out.begin(), left_out.end(),
+                             [&](const at::Tensor& other) { return other.is_same(parameter); });
+            if (is_there) parameters.push_back({absl::StrCat(parameters.size()), parameter});
           }
         }
         if (!more.empty()) parameters.push_back({"more", more[i]});
@@ -1916,6 +1920,101 @@ TEST_P(PipelineReplicasTest, WhatCannotBeAveragedIsNamed) {
   EXPECT_EQ(train(*InterleavedOneForwardOneBackward(1, 2, 2), {"worker0"}), absl::OkStatus());
 }
 
+// It would be trained by each replica alone.
+TEST_P(PipelineReplicasTest, AParameterThatNoAveragerHasIsNamed) {
+  const Tensors xs = {at::randn({4, 16}), at::randn({4, 16})};
+  const Tensors ys = {at::randn({4, 16}), at::randn({4, 16})};
+  for (const Schedule& schedule : {*OneForwardOneBackward(2, 2), *ZeroBubbleH1(2, 2)}) {
+    for (const std::string missing : {"", "bias 0", "bias 1", "tied", "averager 0", "averager 1"}) {
+      SCOPED_TRACE(absl::StrCat(schedule.lists[0].size(), " actions, without ", missing));
+      Cluster cluster(Workers(kReplicas * 2));
+      const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+      Tensors tied, left_out;
+      for (int i = 0; i < cluster.size(); ++i) {
+        tied.push_back((at::ones({16, 16}) * 0.1).requires_grad_(true));
+      }
+      for (int s = 0; s < 2; ++s) {
+        for (const Layers& layers : of_replica) {
+          // A frozen one need not be in the list.
+          if (missing.empty()) layers.biases[s].requires_grad_(false);
+          if (missing.empty() || missing == absl::StrCat("bias ", s)) {
+            left_out.push_back(layers.biases[s]);
+          }
+        }
+      }
+      const auto averagers = MakeAveragers(cluster, schedule, of_replica,
+                                           missing == "tied" ? Tensors() : tied, left_out);
+      std::vector<std::unique_ptr<PipelineStages>> made;
+      for (int i = 0; i < cluster.size(); ++i) {
+        const int s = i % 2;
+        PipelineStage stage = {.forward = [&, s, i](Tensors in) -> Tensors {
+                                 return of_replica[i / 2].Forward(s, {in[0].mm(tied[i])});
+                               },
+                               .loss = Loss};
+        stage.tied = {{"embedding", tied[i]}};
+        const bool has_averager = missing != absl::StrCat("averager ", s);
+        auto one = PipelineStages::Create(&cluster[i], "model", {{s, stage}},
+                                          {.averager = has_averager ? averagers[i] : nullptr});
+        ASSERT_TRUE(one.ok()) << one.status();
+        made.push_back(*std::move(one));
+      }
+      const std::vector<absl::Status> statuses = Train(cluster, schedule, xs, ys);
+      if (missing.empty()) {
+        for (const absl::Status& status : statuses) EXPECT_EQ(status, absl::OkStatus());
+        continue;
+      }
+      // Each of the replicas fails with that, or as the other one has.
+      std::string all;
+      for (const absl::Status& status : statuses) {
+        EXPECT_FALSE(status.ok());
+        absl::StrAppend(&all, status.message(), "\n");
+      }
+      if (absl::StartsWith(missing, "averager")) {
+        const bool first = missing == "averager 0";
+        EXPECT_THAT(all,
+                    ContainsRegex(first ? "has a gradient on worker 'worker[02]', which has no "
+                                          "averager, and worker 'worker[13]' averages"
+                                        : "has a gradient on worker 'worker[13]', which has no "
+                                          "averager, and worker 'worker[02]' averages"));
+      } else {
+        EXPECT_THAT(all, ContainsRegex(
+                             missing == "tied"
+                                 ? "the tied parameter 'embedding' has a gradient on worker "
+                                   "'worker.', and the averager there was made without it"
+                                 : absl::StrCat("a parameter, Float .16. on cpu, has a gradient on "
+                                                "worker 'worker[",
+                                                missing == "bias 0" ? "02" : "13",
+                                                "]', and the averager there was made without it")));
+      }
+      EXPECT_THAT(all, HasSubstr("PipelineStagesOptions::averager"));
+    }
+  }
+}
+
+// Where no stage of a worker is trained there is nothing to average.
+TEST_P(PipelineReplicasTest, AWorkerWhoseStagesAreFrozenNeedsNoAverager) {
+  const Schedule schedule = *OneForwardOneBackward(2, 2);
+  Cluster cluster(Workers(kReplicas * 2));
+  const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+  for (const Layers& layers : of_replica) {
+    for (at::Tensor parameter : layers.Of(0)) parameter.requires_grad_(false);
+  }
+  const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    const int s = i % 2;
+    const Layers& layers = of_replica[i / 2];
+    made.push_back(*PipelineStages::Create(
+        &cluster[i], "model",
+        {{s,
+          {.forward = [&layers, s](Tensors in) { return layers.Forward(s, std::move(in)); },
+           .loss = Loss}}},
+        {.averager = s == 1 ? averagers[i] : nullptr}));
+  }
+  Step(cluster, schedule, {at::randn({4, 16}), at::randn({4, 16})},
+       {at::randn({4, 16}), at::randn({4, 16})});
+}
+
 // Has a step that stands in the forward of stage 1 until LetGo().
 class StandingStepTest : public PipelineTest {
  protected:
@@ -2152,6 +2251,18 @@ TEST_P(PipelineTest, AfterAStepNothingOfItIsKept) {
   EXPECT_TRUE(end->WaitForNotificationWithTimeout(absl::Seconds(30)));
 }
 
+struct Autocast {
+  Autocast() {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::clear_cache();
+  }
+};
+
 TEST_P(PipelineTest, AutocastIsThatOfTheCallerInForwardAndOffInBackward) {
   static std::atomic<int> backwards{0}, backwards_with_autocast{0};
   struct Looks : torch::autograd::Function<Looks> {
@@ -2166,17 +2277,6 @@ TEST_P(PipelineTest, AutocastIsThatOfTheCallerInForwardAndOffInBackward) {
     }
   };
   backwards = backwards_with_autocast = 0;
-  struct Autocast {
-    Autocast() {
-      at::autocast::set_autocast_enabled(at::kCPU, true);
-      at::autocast::set_autocast_dtype(at::kCPU, at::kHalf);
-    }
-    ~Autocast() {
-      at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
-      at::autocast::set_autocast_enabled(at::kCPU, false);
-      at::autocast::clear_cache();
-    }
-  };
   Cluster cluster(Workers(2));
   const Layers layers(2);
   std::atomic<int> forwards_of_half{0};
@@ -2205,6 +2305,55 @@ TEST_P(PipelineTest, AutocastIsThatOfTheCallerInForwardAndOffInBackward) {
   EXPECT_EQ(backwards, 8);
   EXPECT_EQ(backwards_with_autocast, 0);
   EXPECT_GT((losses[1] - losses[0]).abs().item<float>(), 0.1);
+}
+
+// Not in those of whoever drives the pipeline, nor in what another function has left behind.
+TEST_P(PipelineTest, AnOptimizersStepRunsInTheModesOfANewThread) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::atomic<int> steps{0}, spans{0}, in_other_modes{0};
+  const auto look = [&] {
+    if (at::autocast::is_autocast_enabled(at::kCPU) || c10::InferenceMode::is_enabled()) {
+      ++in_other_modes;
+    }
+  };
+  const CallOnTheWayBack::Call look_in_backward = look;
+  std::vector<std::unique_ptr<PipelineStages>> stages;
+  for (int s = 0; s < 2; ++s) {
+    PipelineStage stage = {
+        .forward = [&, s](Tensors in) -> Tensors {
+          const Tensors out = layers.Forward(s, std::move(in));
+          return {CallOnTheWayBack::apply(out[0].to(at::kFloat), &look_in_backward)};
+        },
+        .loss = Loss,
+        .step =
+            [&](const Context&) {
+              ++steps;
+              look();
+              if (!at::GradMode::is_enabled()) ++in_other_modes;
+              at::autocast::set_autocast_enabled(at::kCPU, true);
+              return absl::OkStatus();
+            }};
+    stages.push_back(*PipelineStages::Create(&cluster[s], "model", {{s, stage}},
+                                             {.on_action = [&](const StageSpan&) {
+                                               ++spans;
+                                               look();
+                                               if (!at::GradMode::is_enabled()) ++in_other_modes;
+                                               at::autocast::set_autocast_enabled(at::kCPU, true);
+                                               at::GradMode::set_enabled(false);
+                                             }}));
+  }
+  const auto pipeline = MakePipeline(cluster, WithSteps(*ZeroBubbleH1(2, 2)));
+  for (int step = 0; step < 2; ++step) {
+    const Context context = cluster[0].NewContext();
+    const Autocast autocast;
+    const at::AutoGradMode grad_mode(false);
+    const auto result = pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})});
+    ASSERT_TRUE(result.ok()) << result.status();
+  }
+  EXPECT_EQ(steps, 4);
+  EXPECT_GT(spans, 4);
+  EXPECT_EQ(in_other_modes, 0);
 }
 
 TEST_P(PipelineTest, AStageThatIsRecomputedGivesTheSameBitsAndKeepsLess) {

@@ -617,9 +617,10 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
 
 absl::Status RankStep::Backward(Kind kind, Cell cell) {
   const int s = cell.first, m = cell.second;
+  const auto check = [this](const at::Tensor& leaf) { return CheckIsAveraged(leaf); };
   if (kind == Kind::kBackwardWeight) {
     DG_ASSIGN_OR_RETURN(StageRun run, Take(runs_, cell));
-    return run.BackwardWeight(*context_.record(), &tied_);
+    return run.BackwardWeight(*context_.record(), &tied_, check);
   }
   // What this stage was given by others of this rank, and what it has given itself: before autograd
   // finds, and names, a variable that was modified.
@@ -659,7 +660,7 @@ absl::Status RankStep::Backward(Kind kind, Cell cell) {
     back = found->second.BackwardInput(std::move(gradients));
   } else {
     DG_ASSIGN_OR_RETURN(StageRun run, Take(runs_, cell));
-    back = run.Backward(std::move(gradients), *context_.record(), &tied_);
+    back = run.Backward(std::move(gradients), *context_.record(), &tied_, check);
   }
   DG_RETURN_IF_ERROR(back.status());
   if (s == 0) return absl::OkStatus();
@@ -749,7 +750,6 @@ absl::Status RankStep::Do(const Action& action) {
         return absl::FailedPreconditionError("it has no function for the optimizer's step");
       absl::Status stepped;
       try {
-        const CallModesScope modes(this->modes());
         stepped = stage.step(context_);
       } catch (...) {
         stepped = StatusFromException(std::current_exception());
@@ -780,6 +780,31 @@ absl::Status RankStep::Average() {
       Annotate(averager_->Average(*context_.record()),
                absl::StrCat("the average over the replicas of worker '", worker_->name(), "'")));
   return SetPhase(nullptr);
+}
+
+absl::Status RankStep::CheckIsAveraged(const at::Tensor& parameter) const {
+  if (averager_ == nullptr ? averages_elsewhere_.empty() : averager_->Averages(parameter)) {
+    return absl::OkStatus();
+  }
+  std::string what = c10::str("a parameter, ", parameter.scalar_type(), " ", parameter.sizes(),
+                              " on ", parameter.device(), ",");
+  for (const auto& [number, stage] : stages_) {
+    for (const auto& [name, tied] : stage.tied) {
+      if (tied.is_same(parameter)) what = absl::StrCat("the tied parameter '", name, "'");
+    }
+  }
+  if (averager_ == nullptr) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        what, " has a gradient on worker '", worker_->name(),
+        "', which has no averager, and worker '", averages_elsewhere_,
+        "' averages over replicas, so that those of this parameter would drift apart: give the "
+        "stages of all workers that train an averager (PipelineStagesOptions::averager)"));
+  }
+  return absl::FailedPreconditionError(absl::StrCat(
+      what, " has a gradient on worker '", worker_->name(),
+      "', and the averager there was made without it, or while it was frozen, so that its replicas "
+      "would drift apart: make the averager (PipelineStagesOptions::averager) of all parameters "
+      "that these stages train"));
 }
 
 absl::Status RankStep::AddTied() {
@@ -849,7 +874,10 @@ absl::Status RankStep::AddTied() {
       }
       added_for.insert(ranks.begin(), ranks.end());
       // The context adds to it in place, and others have it, too.
-      if (total.defined()) context_.record()->AddToGradient(parameter, total.clone());
+      if (total.defined()) {
+        DG_RETURN_IF_ERROR(CheckIsAveraged(parameter));
+        context_.record()->AddToGradient(parameter, total.clone());
+      }
       // One of the copies, on all ranks, stands for all of them where gradients are clipped.
       const bool is_first = parts[name].begin()->first == plan_.rank && own[0].is_same(parameter);
       context_.record()->SetCountsInNorms(parameter, is_first);
@@ -877,6 +905,9 @@ absl::Status RankStep::Follow(const Action& action) {
   const absl::Time begin = on_action_ == nullptr ? absl::Time() : absl::Now();
   absl::Status status;
   try {
+    // Neither in those of the driver, nor in what another function on this thread has left behind.
+    // A forward then takes those of its caller.
+    const CallModesScope modes{CallModes()};
     status = Do(action);
   } catch (...) {
     status = StatusFromException(std::current_exception());
@@ -884,6 +915,7 @@ absl::Status RankStep::Follow(const Action& action) {
   if (action.kind == Kind::kStep) OnStepped(action.stage, status);
   try {
     if (on_action_ != nullptr) {
+      const CallModesScope modes{CallModes()};
       on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
     }
   } catch (...) {
@@ -898,6 +930,10 @@ absl::StatusOr<Message> RankStep::FollowList() {
   // Not right behind it, but after the sends that follow: another rank waits for them. All
   // backwards come before the first step (CheckShares).
   const size_t share_at = FirstStep(list);
+  {
+    absl::MutexLock lock(&mu_);
+    averages_elsewhere_ = ties_.averages;
+  }
   for (const std::string& name : tie_names()) {
     for (const at::Tensor& parameter : TiedOf(name)) tied_.Watch(parameter);
   }

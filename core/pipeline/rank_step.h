@@ -63,6 +63,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // kInvalidArgument for a skip of a stage of this rank that does not lead past the next stage.
   absl::Status CheckSkips() const;
 
+  // Returns whether gradients are averaged over replicas in this step.
+  bool averages() const { return plan_.backward && averager_ != nullptr; }
+
   const StepPlan& plan() const { return plan_; }
   WorkerRank driver() const { return driver_; }
   // Whether its driver has its stages for itself: until the step has ended; or nobody will start
@@ -80,7 +83,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
 
   // Takes in what the step is to run with; the first call. The future is done when it has ended.
   absl::StatusOr<Future<Message>> Start(const Request& request);
-  // Takes in which ranks have its tied parameters, before Start().
+  // Takes in what it has to know of the other ranks, before Start().
   absl::Status Tie(Ties ties);
   // Follows the list, on a thread that may wait.
   void Run();
@@ -123,8 +126,6 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   void OnStepped(int stage, const absl::Status& status);
 
   absl::StatusOr<Message> FollowList();
-  // Returns whether gradients are averaged over replicas in this step.
-  bool averages() const { return plan_.backward && averager_ != nullptr; }
   absl::Status Follow(const Action& action);
   CallModes modes() const {
     absl::MutexLock lock(&mu_);
@@ -151,6 +152,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // backward; and what is left of it.
   absl::Status BeginAverage();
   absl::Status Average();
+  // kFailedPrecondition for a parameter whose gradient is not averaged though others are: each
+  // replica would train it by itself, and nobody would hear of it.
+  absl::Status CheckIsAveraged(const at::Tensor& parameter) const;
   // Adds the gradients of tied parameters of all ranks to the context.
   absl::Status AddTied();
   // The tied parameters of that name of this rank, each once.
@@ -208,6 +212,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   std::map<int, at::Tensor> losses_;                         // by micro-batch
   std::map<int, Tensors> outputs_;  // of the last stage, where there is no backward
   TiedGradients tied_;
+  std::string averages_elsewhere_;  // the worker of a rank that averages, where this one does not
 
   mutable absl::Mutex mu_;
   State state_ ABSL_GUARDED_BY(mu_) = State::kBegun;

@@ -51,7 +51,8 @@ struct PipelineStage {
   // for them.
   std::map<std::string, at::Tensor> tied = {};
   // What Action::Kind::kStep does, where a schedule has it: with the context of the step, which has
-  // this stage's gradients.
+  // this stage's gradients. Runs in the modes of a new thread, as an optimizer's step beside a
+  // forward under autocast does: without autocast, and with gradient mode on.
   std::function<absl::Status(const Context& context)> step = nullptr;
 };
 

@@ -182,6 +182,10 @@ class StageRun::Sink final : public GradientSink {
 
   void OnLeaf(torch::autograd::AccumulateGrad& leaf, at::Tensor gradient) override {
     TORCH_CHECK(leaves_.context != nullptr, "the backward of inputs has come to a leaf");
+    if (*leaves_.check != nullptr) {
+      const absl::Status allowed = (*leaves_.check)(leaf.variable);
+      if (!allowed.ok()) throw StatusError(allowed);
+    }
     if (leaves_.tied != nullptr && leaves_.tied->Add(leaf.variable, gradient)) return;
     leaves_.context->Accumulate(leaf, std::move(gradient));
   }
@@ -321,11 +325,11 @@ absl::StatusOr<Tensors> StageRun::Execute(std::shared_ptr<Node> root, Tensors gr
 }
 
 absl::StatusOr<Tensors> StageRun::Backward(Tensors gradients, ContextRecord& context,
-                                           TiedGradients* tied) {
+                                           TiedGradients* tied, const LeafCheck& check) {
   DG_RETURN_IF_ERROR(CheckGradients(gradients));
   try {
     absl::StatusOr<Tensors> back =
-        Run(std::move(gradients), {&context, tied}, /*retain_graph=*/false);
+        Run(std::move(gradients), {&context, tied, &check}, /*retain_graph=*/false);
     source_ = nullptr;
     return back;
   } catch (...) {
@@ -402,7 +406,8 @@ absl::StatusOr<Tensors> StageRun::BackwardInput(Tensors gradients) {
   }
 }
 
-absl::Status StageRun::BackwardWeight(ContextRecord& context, TiedGradients* tied) {
+absl::Status StageRun::BackwardWeight(ContextRecord& context, TiedGradients* tied,
+                                      const LeafCheck& check) {
   std::vector<Entry> entries = std::exchange(entries_, {});
   if (entries.empty()) return absl::OkStatus();
   try {
@@ -420,7 +425,7 @@ absl::Status StageRun::BackwardWeight(ContextRecord& context, TiedGradients* tie
     const std::unique_ptr<bool[]> reached(new bool[count]);
     std::fill_n(reached.get(), count, true);
     return Execute(root, std::move(gradients), absl::MakeConstSpan(reached.get(), count),
-                   {&context, tied}, /*retain_graph=*/false)
+                   {&context, tied, &check}, /*retain_graph=*/false)
         .status();
   } catch (...) {
     return StatusFromException(std::current_exception());

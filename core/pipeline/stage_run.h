@@ -54,15 +54,19 @@ class StageRun {
   // Throws what the function throws.
   absl::StatusOr<Tensors> Recompute();
 
+  // What is asked of each leaf that gets a gradient; an error ends the backward.
+  using LeafCheck = std::function<absl::Status(const at::Tensor& leaf)>;
+
   // Returns the gradients of the inputs, from those of the outputs, one for each; undefined where
   // there is none. Those of leaves go to the context, but for those that `tied` watches.
   absl::StatusOr<Tensors> Backward(Tensors gradients, ContextRecord& context,
-                                   TiedGradients* tied = nullptr);
+                                   TiedGradients* tied = nullptr, const LeafCheck& check = nullptr);
 
   // Do what Backward() does, in two halves. The second needs none of what the first alone has used,
   // which is freed.
   absl::StatusOr<Tensors> BackwardInput(Tensors gradients);
-  absl::Status BackwardWeight(ContextRecord& context, TiedGradients* tied = nullptr);
+  absl::Status BackwardWeight(ContextRecord& context, TiedGradients* tied = nullptr,
+                              const LeafCheck& check = nullptr);
 
  private:
   using Node = torch::autograd::Node;
@@ -85,6 +89,7 @@ class StageRun {
   struct Leaves {
     ContextRecord* context = nullptr;
     TiedGradients* tied = nullptr;
+    const LeafCheck* check = nullptr;
   };
   absl::StatusOr<Tensors> Run(Tensors gradients, Leaves leaves, bool retain_graph);
   absl::StatusOr<Tensors> Execute(std::shared_ptr<Node> root, Tensors gradients,

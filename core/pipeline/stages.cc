@@ -155,7 +155,7 @@ class PipelineStages::Impl {
     }
     // The one of the same Pipeline ends here; all others have ended, or will not be started.
     for (const std::shared_ptr<RankStep>& each : before) each->Stop(Replaced(*step));
-    return Message{EncodeTieNames(step->tie_names()), {}};
+    return Message{EncodeBegun({.names = step->tie_names(), .averages = step->averages()}), {}};
   }
 
   absl::StatusOr<Message> Tie(Request& request) {

@@ -35,11 +35,13 @@ struct PipelineStagesOptions {
   int num_threads = 0;
   // Averages the gradients of the stages here over the replicas of the pipeline, in each Train():
   // that of the worker that has these stages in each replica, over all parameters that they train,
-  // with GradientAveragerOptions::in_backward = false. A rank averages when its own backwards are
-  // done, while the ranks before it still have some; with one stage it begins in its last backward.
-  // All replicas take the same steps: a step that fails on one, once it runs, fails the group, and
-  // with it the step of the others. They go on with new groups, averagers and stages, from the last
-  // checkpoint. The worker has one rank of a schedule then. Null: no replicas.
+  // with GradientAveragerOptions::in_backward = false. A step fails with kFailedPrecondition if it
+  // has a gradient for any other parameter, or for one of a worker of the pipeline that has no
+  // averager while others have; frozen parameters need none. A rank averages when its own backwards
+  // are done, while the ranks before it still have some; with one stage it begins in its last
+  // backward. All replicas take the same steps: a step that fails on one, once it runs, fails the
+  // group, and with it the step of the others. They go on with new groups, averagers and stages,
+  // from the last checkpoint. The worker has one rank of a schedule then. Null: no replicas.
   //
   // Each replica counts the same, however many rows its part of the batch has, as each rank of
   // PyTorch's DistributedDataParallel does; so with losses that are means the replicas' parts have
@@ -48,7 +50,8 @@ struct PipelineStagesOptions {
   // PipelineOptions::Reduction::kSum.
   std::shared_ptr<GradientAverager> averager = nullptr;
   // Is told of each action of a rank here, after it, on the thread of the rank: ranks of one worker
-  // may call it at the same time. If it throws, the step fails with that.
+  // may call it at the same time. Runs in the modes of a new thread. If it throws, the step fails
+  // with that.
   std::function<void(const StageSpan& span)> on_action = nullptr;
 };
 

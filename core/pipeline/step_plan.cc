@@ -147,23 +147,25 @@ absl::StatusOr<StepRef> DecodeStepRef(absl::string_view bytes) {
   return ref;
 }
 
-std::string EncodeTieNames(const TieNames& names) {
+std::string EncodeBegun(const Begun& begun) {
   std::string bytes;
-  if (names.empty()) return bytes;  // most have none
+  if (begun.names.empty() && !begun.averages) return bytes;  // as most
   WireWriter writer(&bytes);
-  writer.U32(static_cast<uint32_t>(names.size()));
-  for (const std::string& name : names) writer.Str16(name);
+  writer.U8(begun.averages ? 1 : 0);
+  writer.U32(static_cast<uint32_t>(begun.names.size()));
+  for (const std::string& name : begun.names) writer.Str16(name);
   return bytes;
 }
 
-absl::StatusOr<TieNames> DecodeTieNames(absl::string_view bytes) {
-  TieNames names;
-  if (bytes.empty()) return names;
+absl::StatusOr<Begun> DecodeBegun(absl::string_view bytes) {
+  Begun begun;
+  if (bytes.empty()) return begun;
   WireReader reader(bytes);
-  names.resize(ReadCount(reader, 2));
-  for (std::string& name : names) name = std::string(reader.Str16());
-  DG_RETURN_IF_ERROR(Complete(reader, "the names of a rank's tied parameters"));
-  return names;
+  begun.averages = reader.U8() != 0;
+  begun.names.resize(ReadCount(reader, 2));
+  for (std::string& name : begun.names) name = std::string(reader.Str16());
+  DG_RETURN_IF_ERROR(Complete(reader, "what a rank of a pipeline shares with others"));
+  return begun;
 }
 
 std::string EncodeStepped(const Stepped& stepped) {
@@ -199,6 +201,7 @@ std::string EncodeTies(const Ties& ties) {
     writer.U32(static_cast<uint32_t>(ranks.size()));
     for (const int rank : ranks) writer.U32(static_cast<uint32_t>(rank));
   }
+  writer.Str16(ties.averages);
   return bytes;
 }
 
@@ -218,6 +221,7 @@ absl::StatusOr<Ties> DecodeTies(absl::string_view bytes) {
       last = rank;
     }
   }
+  ties.averages = std::string(reader.Str16());
   DG_RETURN_IF_ERROR(Complete(reader, kWhat));
   if (good && ties.ranks.size() == count) return ties;
   return absl::InvalidArgumentError(

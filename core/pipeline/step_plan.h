@@ -15,7 +15,7 @@
 namespace distgrad {
 
 // Functions of distgrad's own, each followed by the pipeline's name.
-inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";    // a plan; TieNames
+inline constexpr absl::string_view kBeginStep = "distgrad.pipeline.begin/";    // a plan; Begun
 inline constexpr absl::string_view kTieStep = "distgrad.pipeline.tie/";        // Ties
 inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";        // a StepRef
 inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";    // a Parcel
@@ -56,15 +56,23 @@ struct StepRef {
 std::string EncodeStepRef(const StepRef& ref);
 absl::StatusOr<StepRef> DecodeStepRef(absl::string_view bytes);
 
-// The names of the tied parameters that a rank has, which it answers to a plan.
+// The names of the tied parameters that a rank has.
 using TieNames = std::vector<std::string>;
-std::string EncodeTieNames(const TieNames& names);
-absl::StatusOr<TieNames> DecodeTieNames(absl::string_view bytes);
 
-// Which ranks have a tied parameter, of each that several have.
+// What a rank answers to a plan.
+struct Begun {
+  TieNames names = {};
+  bool averages = false;  // its gradients, over replicas of the pipeline
+};
+std::string EncodeBegun(const Begun& begun);
+absl::StatusOr<Begun> DecodeBegun(absl::string_view bytes);
+
+// What a rank has to know of others: which of them have a tied parameter, of each that several
+// have; and where this rank does not average over replicas, the worker of one that does.
 struct Ties {
   StepRef to = {};
   std::map<std::string, std::vector<int>> ranks = {};  // by name; rising
+  std::string averages = {};                           // none: empty
 };
 std::string EncodeTies(const Ties& ties);
 absl::StatusOr<Ties> DecodeTies(absl::string_view bytes);

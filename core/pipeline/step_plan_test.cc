@@ -59,25 +59,30 @@ TEST(StepPlanTest, AParcelIsReadAsItWasWritten) {
 
 TEST(StepPlanTest, TiesAreReadAsTheyWereWritten) {
   for (const TieNames& names : {TieNames{}, TieNames{"a", ""}}) {
-    const absl::StatusOr<TieNames> read = DecodeTieNames(EncodeTieNames(names));
-    ASSERT_TRUE(read.ok()) << read.status();
-    EXPECT_EQ(*read, names);
+    for (const bool averages : {false, true}) {
+      const absl::StatusOr<Begun> read =
+          DecodeBegun(EncodeBegun({.names = names, .averages = averages}));
+      ASSERT_TRUE(read.ok()) << read.status();
+      EXPECT_EQ(read->names, names);
+      EXPECT_EQ(read->averages, averages);
+    }
   }
-  const Ties ties{{7, 1}, {{"a", {0, 2}}, {"b", {1, 3, 4}}}};
+  const Ties ties{{7, 1}, {{"a", {0, 2}}, {"b", {1, 3, 4}}}, "front"};
   const std::string bytes = EncodeTies(ties);
   const absl::StatusOr<Ties> read = DecodeTies(bytes);
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->to.step, 7u);
   EXPECT_EQ(read->to.first_stage, 1);
   EXPECT_EQ(read->ranks, ties.ranks);
-  EXPECT_FALSE(DecodeTies(EncodeTies({{7, 1}, {{"a", {2, 2}}}})).ok());
-  EXPECT_FALSE(DecodeTies(EncodeTies({{7, 1}, {{"a", {-1}}}})).ok());
+  EXPECT_EQ(read->averages, "front");
+  EXPECT_FALSE(DecodeTies(EncodeTies({{7, 1}, {{"a", {2, 2}}}, ""})).ok());
+  EXPECT_FALSE(DecodeTies(EncodeTies({{7, 1}, {{"a", {-1}}}, ""})).ok());
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_FALSE(DecodeTies(bytes.substr(0, size)).ok()) << size;
   }
-  const std::string names = EncodeTieNames({"ab"});
-  for (size_t size = 1; size < names.size(); ++size) {
-    EXPECT_FALSE(DecodeTieNames(names.substr(0, size)).ok()) << size;
+  const std::string begun = EncodeBegun({.names = {"ab"}});
+  for (size_t size = 1; size < begun.size(); ++size) {
+    EXPECT_FALSE(DecodeBegun(begun.substr(0, size)).ok()) << size;
   }
 }
 

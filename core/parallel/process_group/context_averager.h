@@ -30,6 +30,11 @@ class ContextAverager : public AveragingSequence::Driver {
   // An average in a backward that is open fails the group.
   void Close();
 
+  // Whether a tensor is one of the parameters.
+  bool Averages(const at::Tensor& tensor) const {
+    return numbers_.contains(tensor.unsafeGetTensorImpl());
+  }
+
   // The functions of GradientAverager.
   absl::Status Average(ContextRecord& context);
   absl::Status AverageInBackward(ContextRecord& context, std::weak_ptr<ContextAverager> self);

@@ -55,6 +55,10 @@ GradientAverager::~GradientAverager() {
   parts_->contexts.Close();
 }
 
+bool GradientAverager::Averages(const at::Tensor& tensor) const {
+  return parts_->contexts.Averages(tensor);
+}
+
 GradientAverager::NoSync::NoSync(GradientAverager& averager) : averager_(averager) {
   averager_.parts_->hooks.AddToNoSync(1);
 }

@@ -84,6 +84,10 @@ class GradientAverager {
   GradientAverager(const GradientAverager&) = delete;
   GradientAverager& operator=(const GradientAverager&) = delete;
 
+  // Returns whether a tensor is one of the parameters whose gradients are averaged; not so one that
+  // was frozen when the averager was made.
+  bool Averages(const at::Tensor& tensor) const;
+
   // Has backward, as long as it lives, only add to .grad. The first backward after it averages all
   // that has been added up, or Average() does. Scopes nest.
   class NoSync {
