@@ -14,6 +14,12 @@ inline constexpr char kCertSetting[] = "the option tls.cert, or DISTGRAD_TLS_CER
                       kCaSetting[] = "the option tls.ca, or DISTGRAD_TLS_CA",
                       kNameSetting[] = "the option tls.name, or DISTGRAD_TLS_NAME";
 
+// What a warning says is to be done with a file that has a key, of either kind, and that every user
+// of the machine can read.
+inline constexpr char kKeepToItsUser[] =
+    "set its mode to 0600, or to 0640 with a group of its own (in Kubernetes defaultMode: 0400 of "
+    "the Secret's volume, or 0440 with an fsGroup)";
+
 struct CertificateFiles {
   std::string cert;  // PEM: this process's certificate, and then those between it and the authority
   std::string key;   // PEM: its private key

@@ -56,7 +56,8 @@ absl::StatusOr<std::shared_ptr<Certificates>> Certificates::Load(CertificateFile
   struct stat info = {};
   const std::string& key = certificates->files_.key;
   if (stat(key.c_str(), &info) == 0 && (info.st_mode & S_IROTH) != 0) {
-    DG_LOG(WARNING) << "every user of this machine can read the private key in " << key;
+    DG_LOG(WARNING) << "every user of this machine can read the private key in " << key << ": "
+                    << kKeepToItsUser;
   }
   return certificates;
 }

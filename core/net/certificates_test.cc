@@ -3,7 +3,10 @@
 #include "core/net/certificates.h"
 
 #include <gtest/gtest.h>
+#include <openssl/bio.h>
+#include <openssl/ssl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -17,8 +20,13 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "core/base/log.h"
+#include "core/net/certificate_version.h"
+#include "core/net/cluster_key.h"
 #include "core/net/handshake.h"
+#include "core/net/openssl_objects.h"
 #include "core/net/tls.h"
 #include "tests/testing/certificates.h"
 
@@ -233,14 +241,16 @@ TEST(CertificatesTest, WhoHasShakenHandsWithAnotherIsNotTakenForIt) {
   const auto establish = [&](const Handshake& one, const Handshake& other) {
     const auto client = TlsSession::Create(one, certificates).value();
     const auto server = TlsSession::Create(other, certificates).value();
-    absl::Status by_client;
+    absl::Status by_client, by_server;
     for (int i = 0; i < 4; ++i) {
       if (by_client.ok()) by_client = client->Establish();
       Pass(*client, *server);
-      EXPECT_TRUE(server->Establish().ok());
+      if (by_server.ok()) by_server = server->Establish();
       Pass(*server, *client);
     }
     EXPECT_EQ(client->established(), by_client.ok());
+    EXPECT_EQ(server->established(), by_server.ok());
+    EXPECT_EQ(by_client.message(), by_server.message()) << "both say so";
     return by_client;
   };
   const auto first = shake_hands(Token{1}), second = shake_hands(Token{2});
@@ -249,7 +259,8 @@ TEST(CertificatesTest, WhoHasShakenHandsWithAnotherIsNotTakenForIt) {
   for (const Handshake* const server : {&second.second, &again.second}) {
     const absl::Status status = establish(first.first, *server);
     EXPECT_TRUE(absl::IsUnavailable(status)) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "has shaken hands with another")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "has exchanged connections")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "for DNS:job")) << status;
   }
 }
 
@@ -257,7 +268,7 @@ TEST(CertificatesTest, WhoHasShakenHandsWithAnotherIsNotTakenForIt) {
 TEST(CertificatesTest, EveryByteOfTheHandshakeCounts) {
   TestAuthority authority(Folder("changed"));
   const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
-  // Returns whether there was such a byte, which was changed, and whether the client goes on.
+  // Returns whether there was such a byte, which was changed, and whether both go on.
   const auto talk = [&](size_t change) {
     const auto client = TlsSession::Create(Role::kClient, *certificates).value();
     const auto server = TlsSession::Create(Role::kServer, *certificates).value();
@@ -274,7 +285,7 @@ TEST(CertificatesTest, EveryByteOfTheHandshakeCounts) {
       if (by_server.ok()) by_server = server->Establish();
       pass(*server, *client);
     }
-    return std::pair(change < at, client->established());
+    return std::pair(change < at, client->established() && server->established());
   };
   const auto client = TlsSession::Create(Role::kClient, *certificates).value();
   ASSERT_TRUE(client->Establish().ok());
@@ -290,6 +301,113 @@ TEST(CertificatesTest, EveryByteOfTheHandshakeCounts) {
     EXPECT_EQ(agree, !changed) << change;
   }
   EXPECT_GT(change, 1000u);
+}
+
+// A client that speaks TLS by OpenSSL itself, and has a good certificate.
+class RawClient {
+ public:
+  explicit RawClient(Certificates& certificates)
+      : version_(certificates.Current()),
+        ssl_(SSL_new(version_->context())),
+        in_(BIO_new(BIO_s_mem())),
+        out_(BIO_new(BIO_s_mem())) {
+    SSL_set_bio(ssl_.get(), in_, out_);
+    SSL_set_connect_state(ssl_.get());
+  }
+
+  // To the end of TLS's own handshake, which the server then has gone through, too.
+  absl::Status Establish(TlsSession& server) {
+    absl::Status by_server;
+    for (int i = 0; i < 4; ++i) {
+      SSL_do_handshake(ssl_.get());
+      SendTo(server);
+      if (by_server.ok()) by_server = server.Establish();
+      BIO_write(in_, server.output().data(), static_cast<int>(server.output().size()));
+      server.DropOutput(server.output().size());
+    }
+    EXPECT_EQ(SSL_is_init_finished(ssl_.get()), 1);
+    ERR_clear_error();
+    return by_server;
+  }
+  // What docs/wire.md says that a client says first, with a secret of zeros.
+  std::string Proof() {
+    std::string exported(32, '\0');
+    const absl::string_view label = "EXPORTER-Channel-Binding";
+    EXPECT_EQ(
+        SSL_export_keying_material(ssl_.get(), reinterpret_cast<unsigned char*>(exported.data()),
+                                   exported.size(), label.data(), label.size(), nullptr, 0, 0),
+        1);
+    const Digest proof = Hmac(std::string(32, '\0'), "client" + exported).value();
+    return {proof.begin(), proof.end()};
+  }
+  void Say(const std::string& words) {
+    EXPECT_EQ(SSL_write(ssl_.get(), words.data(), static_cast<int>(words.size())),
+              static_cast<int>(words.size()));
+  }
+  // A record that brings no byte.
+  void ChangeKey() {
+    EXPECT_EQ(SSL_key_update(ssl_.get(), SSL_KEY_UPDATE_NOT_REQUESTED), 1);
+    EXPECT_EQ(SSL_do_handshake(ssl_.get()), 1);
+  }
+  void SendTo(TlsSession& server) {
+    for (;;) {
+      const absl::Span<char> space = server.InputSpace();
+      const int n = BIO_read(out_, space.data(), static_cast<int>(space.size()));
+      if (n <= 0) return;
+      server.AddInput(static_cast<size_t>(n));
+    }
+  }
+
+ private:
+  const std::shared_ptr<const CertificateVersion> version_;
+  const std::unique_ptr<SSL, OpensslFree<SSL_free>> ssl_;
+  BIO* const in_;
+  BIO* const out_;
+};
+
+// However many come, they take a server no longer than the few that an honest client sends.
+TEST(CertificatesTest, RecordsThatBringNothingAreFew) {
+  constexpr int kMany = 500;
+  TestAuthority authority(Folder("empty"));
+  const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
+  {
+    SCOPED_TRACE("a client that changes its key now and then");
+    const auto server = TlsSession::Create(Role::kServer, *certificates).value();
+    RawClient client(*certificates);
+    EXPECT_TRUE(client.Establish(*server).ok());
+    EXPECT_FALSE(server->established()) << "the client has not proved its handshake";
+    client.Say(client.Proof());
+    client.SendTo(*server);
+    EXPECT_TRUE(server->Establish().ok());
+    EXPECT_TRUE(server->established());
+    for (int i = 0; i < kMany; ++i) {
+      client.ChangeKey();
+      client.Say("word");
+      client.SendTo(*server);
+      char word[4] = {};
+      EXPECT_EQ(server->Read(word, sizeof(word)).value(), 4u);
+      EXPECT_EQ(std::string(word, 4), "word");
+    }
+    for (int i = 0; i < kMany; ++i) client.ChangeKey();
+    client.Say("never");
+    client.SendTo(*server);
+    char word[5] = {};
+    const absl::Status status = server->Read(word, sizeof(word)).status();
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "without a byte")) << status;
+    EXPECT_TRUE(server->HasInput()) << "it has looked at all of them";
+  }
+  SCOPED_TRACE("one that has proved nothing yet");
+  const auto server = TlsSession::Create(Role::kServer, *certificates).value();
+  RawClient client(*certificates);
+  EXPECT_TRUE(client.Establish(*server).ok());
+  for (int i = 0; i < kMany; ++i) client.ChangeKey();
+  client.Say(client.Proof());
+  client.SendTo(*server);
+  const absl::Status status = server->Establish();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "without a byte")) << status;
+  EXPECT_FALSE(server->established());
 }
 
 // An agent of the platform replaces the files before they expire.
@@ -346,6 +464,31 @@ TEST(CertificatesTest, APrivateKeyThatEverybodyCanReadIsWarnedOf) {
   const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
   for (const mode_t mode : {0600, 0640, 0644}) {
     ASSERT_EQ(chmod(files.key.c_str(), mode), 0);
+    testing::internal::CaptureStderr();
+    const absl::Status loaded = Certificates::Load(files).status();
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(absl::StrContains(log, "can read the private key in " + files.key), mode == 0644)
+        << log;
+    EXPECT_EQ(absl::StrContains(log, "defaultMode: 0400"), mode == 0644) << "what to do: " << log;
+  }
+}
+
+// Kubernetes mounts a Secret as links into a folder that it replaces, ..data, and with the mode
+// that the volume's defaultMode says.
+TEST(CertificatesTest, ASecretOfKubernetesIsWarnedOfByItsFilesMode) {
+  const std::string folder = Folder("secret_volume");
+  TestAuthority authority(folder);
+  const CertificateFiles issued = authority.Issue("tls", {.names = "DNS:job"});
+  CertificateFiles files = issued;
+  ASSERT_EQ(symlink(".", (folder + "/..data").c_str()), 0);
+  for (std::string* const path : {&files.cert, &files.key}) {
+    const std::string name = path->substr(path->rfind('/') + 1);
+    *path = folder + "/link_" + name;
+    ASSERT_EQ(symlink(("..data/" + name).c_str(), path->c_str()), 0);
+  }
+  for (const mode_t mode : {0400, 0440, 0644}) {
+    ASSERT_EQ(chmod(issued.key.c_str(), mode), 0);
     testing::internal::CaptureStderr();
     const absl::Status loaded = Certificates::Load(files).status();
     const std::string log = testing::internal::GetCapturedStderr();

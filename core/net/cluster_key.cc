@@ -18,6 +18,7 @@
 #include "absl/strings/str_split.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/net/certificate_files.h"
 
 namespace distgrad {
 namespace {
@@ -44,7 +45,10 @@ absl::StatusOr<std::string> ReadKeyFile(const std::string& path) {
   if (size > kMaxFile) {
     return absl::InvalidArgumentError(absl::StrCat(what, ": more than ", kMaxFile, " bytes"));
   }
-  if (open_to_all) DG_LOG(WARNING) << "every user of this machine can read the key in " << path;
+  if (open_to_all) {
+    DG_LOG(WARNING) << "every user of this machine can read the key in " << path << ": "
+                    << kKeepToItsUser;
+  }
   text.resize(size);
   return text;
 }

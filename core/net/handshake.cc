@@ -14,9 +14,12 @@ namespace distgrad {
 namespace {
 
 constexpr absl::string_view kMagic = "distgrad";
-constexpr uint16_t kVersion = 3;
+constexpr uint16_t kVersion = 4;
 constexpr uint16_t kHasKey = 1, kHasCertificates = 2, kEncryptsUnix = 4;  // flags
 constexpr size_t kNonceBytes = 32;
+// In the place of a proof, which begins with it once in 2^256 times.
+constexpr absl::string_view kNoPlace = "distgrad has no place, try again";
+static_assert(kNoPlace.size() == kProofBytes);
 
 absl::Status NotOurs(absl::string_view key) {
   return absl::UnauthenticatedError(
@@ -47,6 +50,10 @@ absl::StatusOr<Handshake> Handshake::Create(Role role, const ClusterKey& key, co
 }
 
 std::string Handshake::TakeOutput() { return std::exchange(output_, std::string()); }
+
+absl::string_view Handshake::NoPlace() const {
+  return role_ == Role::kServer && step_ == Step::kProof ? kNoPlace : absl::string_view();
+}
 
 absl::Status Handshake::Receive(absl::string_view bytes) {
   if (bytes.size() > wanted()) return absl::InternalError("more than a handshake wants");
@@ -119,6 +126,11 @@ bool Handshake::encrypts_unix() const {
 
 absl::Status Handshake::TakeProof() {
   const Role other = role_ == Role::kClient ? Role::kServer : Role::kClient;
+  if (role_ == Role::kClient && received_ == kNoPlace) {
+    return absl::UnavailableError(
+        "the other end had no place for one more client in its handshake, and others waited: too "
+        "many try to connect to it at a time, or this process was silent for too long");
+  }
   Digest given;
   std::copy(received_.begin(), received_.end(), given.begin());
   DG_ASSIGN_OR_RETURN(Digest expected, Proof(other));

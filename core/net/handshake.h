@@ -5,10 +5,11 @@
 //                      random bytes
 //   server -> client   hello: the same of its own
 //   client -> server   proof: HMAC-SHA256 over "client", both hellos and the listener's token
-//   server -> client   proof: the same with "server"
+//   server -> client   proof: the same with "server"; or that it has no place for the client
 //
 // With a cluster key or certificates, TLS follows (tls.h) on every connection that leaves the
-// machine or could. With certificates alone it is TLS that proves who the ends are.
+// machine or could. With certificates alone it is TLS that proves who the ends are; with both it
+// is both, and each end proves within TLS, too, that this handshake was its own.
 //
 // The HMAC's key is the cluster key; without one it is the token, 16 random bytes that stand in the
 // listener's address. So where there is a cluster key no client without it gets past here, and
@@ -70,8 +71,13 @@ class Handshake {
   // cluster key. kInternal if the crypto library fails.
   absl::StatusOr<Digest> Secret() const;
 
+  // Returns what a server says to a client that it closes for want of a place, between its hello
+  // and its proof, lest the client take that for a refusal of its key; "" at any other time.
+  absl::string_view NoPlace() const;
+
   // Takes at most wanted() bytes from the other end. kUnauthenticated, naming the likely reason,
-  // if they show that it does not belong here; then the connection is to be closed.
+  // if they show that it does not belong here, kUnavailable if it has no place for this client;
+  // then the connection is to be closed.
   absl::Status Receive(absl::string_view bytes);
 
  private:

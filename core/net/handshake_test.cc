@@ -98,6 +98,42 @@ TEST(HandshakeTest, SaysWhoLacksTheKey) {
   EXPECT_TRUE(absl::StrContains(Talk(client, server).first.message(), "other end has no"));
 }
 
+// Version 3 did not prove within TLS by certificates whose the handshake was.
+TEST(HandshakeTest, AnEndOfAnotherVersionIsRefusedAndNamed) {
+  const auto with_version = [](std::string hello, char version) {
+    hello[8] = version;
+    return hello;
+  };
+  for (const char other : {'\3', '\5'}) {
+    const std::string text = absl::StrCat("the other end speaks version ", static_cast<int>(other),
+                                          " of distgrad's protocol, not 4");
+    Handshake client = New(Role::kClient, kKey, kToken), server = New(Role::kServer, kKey, kToken);
+    ASSERT_TRUE(server.Receive(with_version(client.TakeOutput(), other)).ok());
+    EXPECT_EQ(server.CheckHello().message(), text);  // what the server's log has
+    const absl::Status at_client = client.Receive(with_version(server.TakeOutput(), other));
+    EXPECT_TRUE(absl::IsUnauthenticated(at_client)) << at_client;
+    EXPECT_EQ(at_client.message(), text);
+    EXPECT_EQ(client.TakeOutput(), "") << "it proves nothing to such an end";
+  }
+}
+
+// What a server without a place says is no refusal of a key, and no server takes it for a proof.
+TEST(HandshakeTest, AServerWithoutAPlaceSaysSo) {
+  Handshake client = New(Role::kClient, kKey, kToken), server = New(Role::kServer, kKey, kToken);
+  EXPECT_EQ(server.NoPlace(), "") << "to who has not said hello";
+  ASSERT_TRUE(server.Receive(client.TakeOutput()).ok());
+  ASSERT_TRUE(client.Receive(server.TakeOutput()).ok());
+  const std::string words(server.NoPlace());
+  ASSERT_EQ(words.size(), kProofBytes);
+  EXPECT_EQ(client.NoPlace(), "");
+  const absl::Status status = client.Receive(words);
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "had no place")) << status;
+  EXPECT_FALSE(client.done());
+  EXPECT_TRUE(absl::IsUnauthenticated(server.Receive(words)));
+  EXPECT_FALSE(server.done());
+}
+
 // Each flipped bit of what the two say to each other stops one of them.
 TEST(HandshakeTest, EveryBitCounts) {
   for (size_t bit = 0; bit < 8 * 2 * (kHelloBytes + kProofBytes); bit += 5) {
@@ -237,6 +273,7 @@ TEST_F(ClusterKeyTest, AFileThatEverybodyCanReadIsWarnedOf) {
     const std::string log = testing::internal::GetCapturedStderr();
     EXPECT_TRUE(key.ok()) << key.status();
     EXPECT_EQ(absl::StrContains(log, "can read the key in " + path), mode == 0644) << log;
+    EXPECT_EQ(absl::StrContains(log, "defaultMode: 0400"), mode == 0644) << "what to do: " << log;
     EXPECT_FALSE(absl::StrContains(log, kKey)) << log;
   }
 }

@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "core/base/status.h"
 #include "core/net/certificate_version.h"
 #include "core/net/openssl_objects.h"
@@ -25,6 +27,12 @@ constexpr size_t kMaxUnsent = 1 << 20;
 // The one cipher suite, whose hash is that of the secret.
 constexpr unsigned char kCipherId[] = {0x13, 0x01};
 constexpr absl::string_view kIdentity = "distgrad";  // both ends know which secret it is
+// The label and the length of what both ends of one session, and no others, can compute: RFC 9266.
+constexpr absl::string_view kExporterLabel = "EXPORTER-Channel-Binding";
+constexpr size_t kExporterBytes = 32;
+// So many records may come in a row that bring no byte: of an honest end a new key now and then.
+// Each takes its time, and is read in the turn of the one before it.
+constexpr int kMostEmptyRecords = 16;
 // SSL_write_ex() takes and SSL_read_ex() gives no more than fits into an int in some places.
 constexpr size_t kMaxCall = 1 << 30;
 
@@ -53,6 +61,10 @@ absl::string_view MeaningOf(int alert) {
     default:
       return "";
   }
+}
+
+absl::string_view TextOf(const Digest& digest) {
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
 
 using Session = std::unique_ptr<SSL_SESSION, OpensslFree<SSL_SESSION_free>>;
@@ -116,7 +128,8 @@ struct TlsSession::Library {
     TlsSession& session = Of(bio);
     BIO_clear_retry_flags(bio);
     *read = std::min(size, session.input_end_ - session.input_begin_);
-    if (*read == 0) {
+    // Read() would otherwise not return before the end of the input.
+    if (*read == 0 || session.HasTooManyEmptyRecords()) {
       BIO_set_retry_read(bio);
       return 0;
     }
@@ -132,6 +145,11 @@ struct TlsSession::Library {
   }
 
   static long Control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
+
+  // Called for the head of each record, and for what is in it.
+  static void OnMessage(int is_written, int, int type, const void*, size_t, SSL* ssl, void*) {
+    if (is_written == 0 && type == SSL3_RT_HEADER) ++Of(ssl).empty_records_;
+  }
 };
 
 // What all sessions of the process have in common, which takes longer to make than a session.
@@ -171,6 +189,10 @@ class TlsSession::Settings {
   SslContext context_;
   std::unique_ptr<BIO_METHOD, OpensslFree<BIO_meth_free>> method_;
 };
+
+bool TlsSession::HasTooManyEmptyRecords() const {
+  return past_handshake_ && empty_records_ > kMostEmptyRecords;
+}
 
 TlsSession::TlsSession() : library_(std::make_unique<Library>()) {}
 TlsSession::~TlsSession() { OPENSSL_cleanse(secret_.data(), secret_.size()); }
@@ -226,6 +248,7 @@ absl::Status TlsSession::Init(Handshake::Role role, SSL_CTX* context) {
   SSL* ssl = library_->ssl.get();
   SSL_set_bio(ssl, bio, bio);
   SSL_set_app_data(ssl, this);
+  SSL_set_msg_callback(ssl, &Library::OnMessage);
   if (role == Handshake::Role::kClient) {
     SSL_set_connect_state(ssl);
   } else {
@@ -270,7 +293,8 @@ absl::Status TlsSession::Establish() {
   SSL* ssl = library_->ssl.get();
   const int result = SSL_do_handshake(ssl);
   if (result != 1) return Error(result);
-  if (certificates_ != nullptr) return Welcome();
+  if (!std::exchange(past_handshake_, true)) empty_records_ = 0;
+  if (certificates_ != nullptr) return ProveHandshake();
   // A session that is not resumed knows nothing of the secret.
   if (SSL_session_reused(ssl) != 1) {
     return absl::UnavailableError("TLS: the other end does not use what both know");
@@ -279,29 +303,42 @@ absl::Status TlsSession::Establish() {
   return absl::OkStatus();
 }
 
-absl::Status TlsSession::Welcome() {
-  // Of this connection alone: the handshake's secret is made of what is random in both hellos.
-  DG_ASSIGN_OR_RETURN(
-      const Digest welcome,
-      Hmac(absl::string_view(reinterpret_cast<const char*>(secret_.data()), secret_.size()),
-           "welcome"));
-  if (SSL_is_server(library_->ssl.get()) == 1) {
-    DG_RETURN_IF_ERROR(
-        Write(absl::string_view(reinterpret_cast<const char*>(welcome.data()), welcome.size())));
-    established_ = true;
-    return absl::OkStatus();
+absl::StatusOr<Digest> TlsSession::ProofOf(bool server) const {
+  std::string text(server ? "server" : "client");
+  const size_t purpose = text.size();
+  text.resize(purpose + kExporterBytes);
+  if (SSL_export_keying_material(
+          library_->ssl.get(), reinterpret_cast<unsigned char*>(&text[purpose]), kExporterBytes,
+          kExporterLabel.data(), kExporterLabel.size(), nullptr, 0, 0) != 1) {
+    return LibraryError("nothing to tell this session from others by");
   }
-  awaits_welcome_ = true;
-  while (welcome_size_ < welcome_.size()) {
-    DG_ASSIGN_OR_RETURN(const size_t size,
-                        Read(&welcome_[welcome_size_], welcome_.size() - welcome_size_));
+  // The secret is of this handshake alone: it is made of what is random in both hellos.
+  return Hmac(TextOf(secret_), text);
+}
+
+absl::Status TlsSession::ProveHandshake() {
+  SSL* ssl = library_->ssl.get();
+  const bool is_server = SSL_is_server(ssl) == 1;
+  if (!std::exchange(has_proved_, true)) {
+    DG_ASSIGN_OR_RETURN(const Digest proof, ProofOf(is_server));
+    DG_RETURN_IF_ERROR(Write(TextOf(proof)));
+  }
+  awaits_welcome_ = !is_server;
+  while (other_proof_size_ < other_proof_.size()) {
+    DG_ASSIGN_OR_RETURN(const size_t size, Read(&other_proof_[other_proof_size_],
+                                                other_proof_.size() - other_proof_size_));
     if (size == 0) return absl::OkStatus();  // it is on its way
-    welcome_size_ += size;
+    other_proof_size_ += size;
   }
-  if (!SameDigest(welcome_, welcome)) {
-    return absl::UnavailableError(
-        "TLS: the other end has shaken hands with another process: somebody on the way has "
-        "exchanged connections");
+  DG_ASSIGN_OR_RETURN(const Digest expected, ProofOf(!is_server));
+  if (!SameDigest(other_proof_, expected)) {
+    const std::set<std::string> names = NamesOf(SSL_get0_peer_certificate(ssl));
+    return absl::UnavailableError(absl::StrCat(
+        "TLS: the other end is not the one that has shaken hands before: somebody on the way, who "
+        "has a certificate that is accepted here but not the cluster key (or without one the "
+        "listener's token), has taken its place, or has exchanged connections. The certificate is "
+        "for ",
+        names.empty() ? "no name" : absl::StrJoin(names, ", ")));
   }
   awaits_welcome_ = false;
   established_ = true;
@@ -337,9 +374,15 @@ absl::StatusOr<size_t> TlsSession::Read(void* data, size_t size) {
   }
   size_t read = 0;
   const int result = SSL_read_ex(library_->ssl.get(), data, std::min(size, kMaxCall), &read);
-  if (result == 1) return read;
+  if (result == 1) {
+    empty_records_ = 0;
+    return read;
+  }
   absl::Status status = Error(result);
   if (!status.ok()) return status;
+  if (HasTooManyEmptyRecords()) {
+    return absl::UnavailableError("the other end sends records without a byte again and again");
+  }
   return 0;
 }
 

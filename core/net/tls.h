@@ -3,8 +3,10 @@
 // The handshake (handshake.h) comes first, in the clear: so a client without the cluster key costs
 // no more than that. What both ends have in common afterwards, Handshake::Secret(), is the
 // pre-shared key of TLS. Where the ends have certificates (certificates.h) both show theirs
-// instead, and each checks the other's; and the server then says inside of TLS which handshake was
-// its, for a certificate does not tell one worker of a job from another. An ephemeral
+// instead, and each checks the other's; and both then prove inside of TLS that the handshake was
+// theirs, by a MAC with its secret over what this session of TLS alone exports (RFC 9266): for a
+// certificate neither tells one worker of a job from another nor says that its owner has the
+// cluster key, and who is on the way could pass on a handshake that is not its own. An ephemeral
 // Diffie-Hellman exchange goes into the keys too, so an attacker who learns the cluster key or a
 // private key later cannot read what was recorded before.
 //
@@ -54,9 +56,10 @@ class TlsSession {
   TlsSession& operator=(const TlsSession&) = delete;
 
   // Goes on with TLS's own handshake: with what has been received, and what is to be sent. By
-  // certificates a client is done when the server has said that it takes the client's: a client of
-  // TLS 1.3 has finished its part before the server has looked. Errors are final: the connection is
-  // to be closed. kUnauthenticated if a server that has shown who it is refuses this client's
+  // certificates a client is done when the server has said that it takes the client's, for a client
+  // of TLS 1.3 has finished its part before the server has looked; and each end when the other has
+  // proved that it is the one that has shaken hands. Errors are final: the connection is to be
+  // closed. kUnauthenticated if a server that has shown who it is refuses this client's
   // certificate, kPermissionDenied if this end refuses the other one's; else kUnavailable.
   absl::Status Establish();
   bool established() const { return established_; }
@@ -69,8 +72,8 @@ class TlsSession {
   // Returns whether Read() may find something without more bytes from the socket.
   bool HasInput() const;
 
-  // Decrypts up to `size` bytes, once established. Returns how many, 0 if it takes more input
-  // first. An error (kUnavailable) is final.
+  // Decrypts up to `size` bytes of one record, once established. Returns how many, 0 if it takes
+  // more input first. An error (kUnavailable) is final; many records without any byte are one.
   absl::StatusOr<size_t> Read(void* data, size_t size);
   // Encrypts all of the bytes, once established, in records of up to 16 KiB.
   absl::Status Write(absl::string_view bytes);
@@ -88,20 +91,26 @@ class TlsSession {
 
   absl::Status Init(Handshake::Role role, SSL_CTX* context);
   absl::Status Error(int result);
-  // The part of Establish() behind TLS's own handshake.
-  absl::Status Welcome();
+  // The part of Establish() behind TLS's own handshake: each end proves that it has shaken hands.
+  absl::Status ProveHandshake();
+  bool HasTooManyEmptyRecords() const;
+  // What a server, or a client, proves that with in this session alone.
+  absl::StatusOr<Digest> ProofOf(bool server) const;
 
   // Constant after Create().
   Digest secret_ = {};  // of the handshake; zeros: by certificates without one
   std::shared_ptr<const CertificateVersion> certificates_;  // null: by the secret
   uint64_t key_bytes_ = kKeyBytes;
 
-  absl::Status refused_;  // why the other end's certificate is
-  Digest welcome_ = {};   // of which a client has received `welcome_size_` bytes
-  size_t welcome_size_ = 0;
+  absl::Status refused_;     // why the other end's certificate is
+  bool has_proved_ = false;  // this end has
+  Digest other_proof_ = {};  // of which `other_proof_size_` bytes have been received
+  size_t other_proof_size_ = 0;
   bool awaits_welcome_ = false;  // a client's; the other end has shown who it is
   bool established_ = false;
-  uint64_t written_ = 0;  // bytes, under this key
+  bool past_handshake_ = false;  // TLS's own
+  int empty_records_ = 0;        // received since the last byte
+  uint64_t written_ = 0;         // bytes, under this key
   std::unique_ptr<char[]> input_;
   size_t input_size_ = 0, input_begin_ = 0, input_end_ = 0;
   bool input_was_full_ = false;

@@ -110,6 +110,11 @@ bool StoreServer::FreeSlot() {
     return !peer.ours && peer.grace.Passed() && !IsReadable(peer.socket.fd());
   });
   if (silent == peers_.end()) return false;
+  refusals_.Add(silent->socket.fd(), silent->handshake, absl::UnavailableError("others wait too"));
+  if (const absl::string_view words = silent->handshake.NoPlace(); silent->unread() == 0) {
+    // It fits behind the hello; where it does not the client takes no answer either.
+    send(silent->socket.fd(), words.data(), words.size(), MSG_NOSIGNAL);
+  }
   peers_.erase(silent);
   --unauthenticated_;
   return true;

@@ -53,6 +53,7 @@
 #include "tests/testing/child_process.h"
 #include "tests/testing/no_descriptors.h"
 #include "tests/testing/tcp_proxy.h"
+#include "tests/testing/tls_relay.h"
 #include "tests/testing/wall_clock.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
@@ -895,13 +896,19 @@ TEST(TcpStoreTest, WithAKeyNobodyInBetweenReadsOrChangesIt) {
   EXPECT_FALSE(absl::StrContains(seen, "name/"));
 }
 
-// What a server and its clients have: a key, or certificates alone.
+// What a server and its clients have: a key, certificates alone, or both.
 std::vector<TcpStoreOptions> Secured() {
   TestAuthority authority(NewFolder());
-  std::vector<TcpStoreOptions> all(2);
-  all[0].cluster_key = "a key of thirty-two bytes, about";
-  all[1].certificates = Certificates::Load(authority.Issue("one", {.names = "DNS:job"})).value();
+  std::vector<TcpStoreOptions> all(3);
+  all[0].cluster_key = all[2].cluster_key = "a key of thirty-two bytes, about";
+  all[1].certificates = all[2].certificates =
+      Certificates::Load(authority.Issue("one", {.names = "DNS:job"})).value();
   return all;
+}
+
+std::string NameOf(const TcpStoreOptions& options) {
+  return absl::StrCat(options.certificates != nullptr ? " certificates" : "",
+                      options.cluster_key.empty() ? "" : " a key");
 }
 
 // A server, and what its clients need but for the port of what stands between.
@@ -929,7 +936,7 @@ TEST(TcpStoreTest, WhatIsChangedLeftOutRepeatedOrReorderedIsNotTaken) {
     for (const Way way : {Way::kToServer, Way::kToClient}) {
       for (size_t edit = 0; edit < edits.size(); ++edit) {
         SCOPED_TRACE(absl::StrCat(edit, way == Way::kToServer ? " to the server" : " to the client",
-                                  secured.certificates != nullptr ? ", certificates" : ", a key"));
+                                  NameOf(secured)));
         TcpStoreOptions options = secured;
         const auto server = ServeSecured(&options);
         int full = 0, changed = 0;  // on the proxy's thread
@@ -968,7 +975,7 @@ TEST(TcpStoreTest, WhatIsChangedLeftOutRepeatedOrReorderedIsNotTaken) {
 // Somebody in between gives each of two clients the other's connection to the server.
 TEST(TcpStoreTest, ConnectionsThatAreSplicedEnd) {
   for (TcpStoreOptions& options : Secured()) {
-    SCOPED_TRACE(options.certificates != nullptr ? "certificates" : "a key");
+    SCOPED_TRACE(NameOf(options));
     const auto server = ServeSecured(&options);
     std::atomic<int> connections{0};
     TcpProxy proxy(server->port(), [&](TcpProxy::Way way, std::string bytes) {
@@ -988,6 +995,30 @@ TEST(TcpStoreTest, ConnectionsThatAreSplicedEnd) {
     EXPECT_EQ((*two)->Get("two", Later()).value(), "2");
     EXPECT_EQ(connections, 4) << "both have had to connect again";
   }
+}
+
+// Who is on the way and has a certificate, but no key, passes on the handshake of who has it.
+TEST(TcpStoreTest, WhoHasACertificateAndNoKeyIsNotTakenForTheOtherEnd) {
+  TestAuthority authority(NewFolder());
+  TcpStoreOptions options;
+  options.cluster_key = "a key of thirty-two bytes, about";
+  options.certificates = Certificates::Load(authority.Issue("one", {.names = "DNS:job"})).value();
+  const auto server = ServeSecured(&options);
+  ASSERT_TRUE(server->Set("its name", "a secret", Later()).ok());
+  const TlsRelay relay(server->port(),
+                       authority.Issue("relay", {.names = "DNS:job,DNS:relay.example"}));
+  options.port = relay.port();
+  const absl::Status status = NewTcpStore(options).status();
+  EXPECT_TRUE(absl::IsUnauthenticated(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "not the one that has shaken hands")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "relay.example")) << status;
+  EXPECT_GT(relay.inside(), 0) << "TLS itself has nothing against it";
+  // Of what goes on within TLS it has heard no more than what proves the handshake, of each end.
+  EXPECT_LE(relay.seen().size(), 64u * relay.inside());
+  options.port = server->port();
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  EXPECT_EQ((*client)->Get("its name", Later()).value(), "a secret");
 }
 
 // What is changed of a handshake looks as if the server had another key. It is still the same one,
@@ -1377,6 +1408,17 @@ void TakeStep(Socket& socket, Handshake& handshake) {
   ASSERT_TRUE(handshake.Receive(bytes).ok());
 }
 
+// It hears that it was closed for others, and nothing of a key.
+void ExpectNoPlace(Socket& socket, Handshake& handshake) {
+  std::string bytes(kProofBytes, '\0');
+  const absl::Status received = socket.Receive(bytes.data(), bytes.size(), Later());
+  ASSERT_TRUE(received.ok()) << received;
+  const absl::Status why = handshake.Receive(bytes);
+  EXPECT_TRUE(absl::IsUnavailable(why)) << why;
+  EXPECT_TRUE(absl::StrContains(why.message(), "had no place for one more client")) << why;
+  EXPECT_TRUE(absl::IsUnavailable(socket.Receive(bytes.data(), 1, Later())));
+}
+
 // Who goes on with its handshake, however late it began with that, is not the one who makes room.
 TEST(StoreServerTest, WhoWasSilentForLongestMakesRoom) {
   const std::string key = "a secret of the whole job";
@@ -1396,8 +1438,7 @@ TEST(StoreServerTest, WhoWasSilentForLongestMakesRoom) {
   TakeStep(slow, of_slow);
   Socket third = connect();
   TakeStep(third, of_third);
-  char byte;
-  EXPECT_TRUE(absl::IsUnavailable(silent.Receive(&byte, 1, Later())));
+  ExpectNoPlace(silent, of_silent);
   TakeStep(slow, of_slow);
   EXPECT_TRUE(of_slow.done());
 }
@@ -1446,8 +1487,7 @@ TEST(StoreServerTest, WhoHasSaidSomethingThatIsNotReadYetIsNotSilent) {
   prove(0);
   close(busy_again);
   TakeStep(clients[4], handshakes[4]);
-  char byte;
-  EXPECT_TRUE(absl::IsUnavailable(clients[1].Receive(&byte, 1, Later())));
+  ExpectNoPlace(clients[1], handshakes[1]);
   TakeStep(clients[0], handshakes[0]);
   EXPECT_TRUE(handshakes[0].done());
 }
@@ -1501,6 +1541,7 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) 
   ASSERT_TRUE(stranger.Send(half.TakeOutput(), Later()).ok());
   std::string hello(half.wanted(), '\0');
   ASSERT_TRUE(stranger.Receive(hello.data(), hello.size(), Later()).ok());  // it is inside
+  ASSERT_TRUE(half.Receive(hello).ok());
   Socket client(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   sockaddr_in address = {};
   address.sin_family = AF_INET;
@@ -1512,7 +1553,36 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) 
       connect(client.fd(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
   ASSERT_TRUE(begun == 0 || errno == EINPROGRESS) << std::strerror(errno);
   ShakeHands(client);
-  EXPECT_EQ(stranger.Receive(hello.data(), 1, Later()).code(), absl::StatusCode::kUnavailable);
+  ExpectNoPlace(stranger, half);
+}
+
+// Somebody in between holds an honest client's proof back until its place was given to another.
+TEST(StoreServerTest, AnHonestClientThatMadeRoomComesAgain) {
+  const std::string key = "a secret of the whole job";
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(
+      std::move(listener),
+      {.cluster_key = key, .max_unauthenticated = 1, .grace = absl::ZeroDuration()});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::list<Socket> others;  // on the proxy's thread
+  int proofs = 0;
+  std::string told;
+  {
+    TcpProxy proxy(port, [&](TcpProxy::Way way, std::string bytes) {
+      if (way == TcpProxy::Way::kToClient && absl::StrContains(bytes, "no place")) told += bytes;
+      if (way == TcpProxy::Way::kToServer && bytes.size() == kProofBytes && ++proofs <= 5) {
+        Handshake other = Handshake::Create(Handshake::Role::kClient, key, kStoreToken).value();
+        others.push_back(Socket::Connect("127.0.0.1", port, Later()).value());
+        TakeStep(others.back(), other);
+      }
+      return bytes;
+    });
+    const auto client = Join(proxy.port(), key);
+    ASSERT_TRUE(client->Set("key", "x", Later()).ok());
+  }
+  EXPECT_GT(proofs, 5);
+  EXPECT_EQ(told.size(), 5 * kProofBytes);
 }
 
 // How many there are: DISTGRAD_WRONG_KEYS, of which the long form has 10,000.

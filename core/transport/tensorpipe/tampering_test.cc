@@ -21,6 +21,7 @@
 #include "gtest/gtest.h"
 #include "tests/testing/certificates.h"
 #include "tests/testing/tcp_proxy.h"
+#include "tests/testing/tls_relay.h"
 
 namespace distgrad {
 namespace {
@@ -269,6 +270,10 @@ class Arrivals {
     absl::MutexLock lock(&mu_);
     return all_.emplace_back(std::make_shared<RecordingReceiver>());
   }
+  size_t count() const {
+    absl::MutexLock lock(&mu_);
+    return all_.size();
+  }
   std::shared_ptr<RecordingReceiver> Await(size_t i) {
     absl::MutexLock lock(&mu_);
     const auto has_come = [&] {
@@ -280,7 +285,7 @@ class Arrivals {
   }
 
  private:
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   std::vector<std::shared_ptr<RecordingReceiver>> all_ ABSL_GUARDED_BY(mu_);
 };
 
@@ -325,8 +330,43 @@ TEST(TamperingTest, ConnectionsThatAreSplicedEnd) {
   with_key.cluster_key = kKey;
   ExpectSplicingEndsBoth(with_key, with_key);
   TestAuthority authority(Folder("spliced"));
-  ExpectSplicingEndsBoth(WithCertificates(authority.Issue("one", {.names = "DNS:job"})),
-                         WithCertificates(authority.Issue("two", {.names = "DNS:job"})));
+  for (const std::string& key : {std::string(), kKey}) {  // without a key, and beside one
+    ExpectSplicingEndsBoth(WithCertificates(authority.Issue("one", {.names = "DNS:job"}), key),
+                           WithCertificates(authority.Issue("two", {.names = "DNS:job"}), key));
+  }
+}
+
+// Who is on the way and has a certificate, but no key, passes on the handshake of who has it. So
+// does, where there is no key, who does not know the listener's token.
+TEST(TamperingTest, WhoHasACertificateAndNoKeyIsNotTakenForTheOtherEnd) {
+  TestAuthority authority(Folder("relayed"));
+  for (const std::string& key : {std::string(), kKey}) {
+    SCOPED_TRACE(key.empty() ? "certificates" : "a key and certificates");
+    TensorPipeOptions options = WithCertificates(authority.Issue("one", {.names = "DNS:job"}), key);
+    options.unix_sockets = false;
+    const auto server = NewTensorPipeTransport(options).value();
+    const auto client = NewTensorPipeTransport(options).value();
+    Arrivals arrivals;
+    const std::string address =
+        server->Listen([&](std::shared_ptr<Connection>) { return arrivals.Add(); }).value();
+    Endpoint endpoint = ParseEndpoint(address.substr(kScheme.size())).value();
+    const size_t colon = endpoint.tcp.rfind(':');
+    TlsRelay relay(std::stoi(endpoint.tcp.substr(colon + 1)),
+                   authority.Issue("relay", {.names = "DNS:job,DNS:relay.example"}));
+    endpoint.tcp = absl::StrCat(endpoint.tcp.substr(0, colon), ":", relay.port());
+    const auto at_client = std::make_shared<RecordingReceiver>();
+    const auto connection =
+        client->Connect(absl::StrCat(kScheme, FormatEndpoint(endpoint)), at_client).value();
+    connection->Send(PatternPacket(0, kBytes, kSegments), nullptr);
+    const absl::Status why = at_client->AwaitClosed();
+    EXPECT_TRUE(absl::IsUnavailable(why) || absl::IsAborted(why)) << why;
+    EXPECT_TRUE(absl::StrContains(why.message(), "not the one that has shaken hands")) << why;
+    EXPECT_TRUE(absl::StrContains(why.message(), "relay.example")) << why;
+    EXPECT_GT(relay.inside(), 0) << "TLS itself has nothing against it";
+    const std::string seen = relay.seen();
+    for (const std::string& secret : Secrets()) EXPECT_FALSE(absl::StrContains(seen, secret));
+    EXPECT_EQ(arrivals.count(), 0) << "the server has taken it for a worker";
+  }
 }
 
 // Lets `edit` change the stream of one direction where it has come to `at` bytes, once. Then
@@ -335,7 +375,8 @@ TEST(TamperingTest, ConnectionsThatAreSplicedEnd) {
 void Tamper(const TensorPipeOptions& options, Way way, size_t at,
             const std::function<void(std::string*, size_t)>& edit) {
   SCOPED_TRACE(absl::StrCat(at, way == Way::kToServer ? " to the server" : " to the client",
-                            options.certificates != nullptr ? ", certificates" : ", a key"));
+                            options.certificates != nullptr ? ", certificates" : "",
+                            options.cluster_key.empty() ? "" : ", a key"));
   size_t passed = 0;  // on the proxy's thread
   bool done = false;
   Pair pair(options, options, [&](Way this_way, std::string bytes) {
@@ -362,12 +403,23 @@ std::vector<size_t> Places() {
   return places;
 }
 
-// What ends may have: a key, or certificates alone.
+// What ends may have: a key, certificates alone, or both.
 std::vector<TensorPipeOptions> Secured() {
   TensorPipeOptions with_key;
   with_key.cluster_key = kKey;
   TestAuthority authority(Folder("secured"));
-  return {with_key, WithCertificates(authority.Issue("one", {.names = "DNS:job"}))};
+  const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
+  return {with_key, WithCertificates(files), WithCertificates(files, kKey)};
+}
+
+// At all places from `first` on, of either direction.
+void TamperEverywhere(const TensorPipeOptions& options, size_t first,
+                      const std::function<void(std::string*, size_t)>& edit) {
+  for (const Way way : {Way::kToServer, Way::kToClient}) {
+    for (const size_t at : Places()) {
+      if (at >= first) Tamper(options, way, at, edit);
+    }
+  }
 }
 
 TEST(TamperingTest, AnyChangedBitEndsTheConnection) {
@@ -383,32 +435,25 @@ TEST(TamperingTest, AnyChangedBitEndsTheConnection) {
 
 TEST(TamperingTest, WhatIsRepeatedEndsTheConnection) {
   for (const TensorPipeOptions& options : Secured()) {
-    for (const size_t at : Places()) {
-      Tamper(options, Way::kToServer, at,
-             [](std::string* bytes, size_t i) { bytes->insert(i, bytes->substr(i, 100)); });
-    }
+    TamperEverywhere(options, 0,
+                     [](std::string* bytes, size_t i) { bytes->insert(i, bytes->substr(i, 100)); });
   }
 }
 
 TEST(TamperingTest, WhatIsLeftOutEndsTheConnection) {
   for (TensorPipeOptions options : Secured()) {
     options.handshake_timeout = absl::Seconds(1);  // one that lacks something waits for it
-    for (const size_t at : Places()) {
-      if (at < 700) continue;  // there may be nothing behind it
-      Tamper(options, Way::kToServer, at,
-             [](std::string* bytes, size_t i) { bytes->erase(i, 100); });
-    }
+    // There may be nothing behind earlier ones.
+    TamperEverywhere(options, 700, [](std::string* bytes, size_t i) { bytes->erase(i, 100); });
   }
 }
 
 TEST(TamperingTest, WhatIsReorderedEndsTheConnection) {
-  for (const TensorPipeOptions& options : Secured()) {
-    for (const size_t at : Places()) {
-      if (at < 700) continue;  // there may be nothing behind it
-      Tamper(options, Way::kToServer, at, [](std::string* bytes, size_t i) {
-        std::reverse(bytes->begin() + static_cast<ptrdiff_t>(i / 2), bytes->end());
-      });
-    }
+  for (TensorPipeOptions options : Secured()) {
+    options.handshake_timeout = absl::Seconds(1);
+    TamperEverywhere(options, 700, [](std::string* bytes, size_t i) {
+      std::reverse(bytes->begin() + static_cast<ptrdiff_t>(i / 2), bytes->end());
+    });
   }
 }
 

@@ -26,12 +26,17 @@ constexpr size_t kBufferBytes = 64 << 10;
 constexpr size_t kMaxOwnFrame = 16 << 20;
 // What one connection reads before others have their turn.
 constexpr size_t kTurnBytes = 4 << 20;
+// The same within TLS, where a byte takes longer, on the loop's thread, which all connections of
+// the transport share: a tenth of a millisecond, about, that a small message of another one waits.
+constexpr size_t kTlsTurnBytes = 256 << 10;
 // A frame counts as so many bytes more: whoever reads it has something to do with it.
 constexpr size_t kFrameCost = 4 << 10;
+// So does a record of TLS, which may hold a single byte.
+constexpr size_t kRecordCost = 1 << 10;
 constexpr size_t kMaxIovecs = 32;
 // What is encrypted before it is sent, and how much of that goes into one record: as much as fits,
 // for each is authenticated by itself.
-constexpr size_t kTlsTurnBytes = 64 << 10;
+constexpr size_t kEncryptedBytes = 64 << 10;
 constexpr size_t kTlsRecordBytes = 16 << 10;
 constexpr absl::Duration kQueueFullDelay = absl::Milliseconds(5);
 constexpr uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
@@ -343,13 +348,24 @@ void SocketConnection::AdvanceReads() {
     }
     const size_t filled_before = frame_filled_;
     if (!FillFrame()) return;
-    moved_ += frame_filled_ - filled_before;
+    // Within TLS what has been decrypted counts.
+    if (tls_ == nullptr) moved_ += frame_filled_ - filled_before;
     if (frame_filled_ == frame_size_) {
       FinishFrame();
       moved_ += kFrameCost;
     }
-    if (moved_ >= kTurnBytes) ReadLater();
+    EndTurnIfDue();
   }
+}
+
+size_t SocketConnection::TurnBytes() const {
+  return tls_ != nullptr && EventLoop::Current() == loop_.get() ? kTlsTurnBytes : kTurnBytes;
+}
+
+bool SocketConnection::EndTurnIfDue() {
+  if (moved_ < TurnBytes()) return false;
+  ReadLater();
+  return true;
 }
 
 void SocketConnection::ReadLater() {
@@ -422,7 +438,7 @@ bool SocketConnection::HasInput() const {
 
 // Receives into `target`, and what comes after it into the buffer.
 bool SocketConnection::Receive(uint8_t* target, size_t size, size_t* received) {
-  if (!HasInput()) return false;
+  if (!HasInput() || EndTurnIfDue()) return false;
   if (begin_ > 0) {
     std::memmove(&buffer_[0], &buffer_[begin_], end_ - begin_);
     end_ -= begin_;
@@ -466,13 +482,21 @@ bool SocketConnection::ReceiveTls(uint8_t* target, size_t size, size_t* received
     uint8_t* to = to_target ? target + *received : &buffer_[end_];
     const size_t room = to_target ? size - *received : kBufferBytes - end_;
     if (room == 0) return true;
-    const absl::StatusOr<size_t> n = tls_->Read(to, room);
-    if (!n.ok()) {
-      Fail(n.status().message());
-      return false;
+    size_t count = 0;
+    // A question for what is not there would take as long as a small record.
+    if (tls_->HasInput()) {
+      const absl::StatusOr<size_t> n = tls_->Read(to, room);
+      if (!n.ok()) {
+        Fail(n.status().message());
+        return false;
+      }
+      count = *n;
     }
-    (to_target ? *received : end_) += *n;
-    if (*n > 0) continue;
+    (to_target ? *received : end_) += count;
+    if (count > 0) {
+      moved_ += count + kRecordCost;
+      if (moved_ < TurnBytes()) continue;
+    }
     // What has come is used before more is asked for: others have their turn in between, and what
     // came before the end of the connection is not lost with it.
     if (*received > 0 || end_ > buffered) return true;
@@ -532,11 +556,12 @@ bool SocketConnection::HasOutput() const {
 
 void SocketConnection::AdvanceWrites() {
   size_t moved = 0;  // in this turn
-  while (state_ == State::kOpen && writable_ && HasOutput()) {
-    if (moved >= kTurnBytes) {
+  // An event is no reason for the loop's thread to take another turn before the one that is due.
+  const bool on_loop = EventLoop::Current() == loop_.get();
+  while (state_ == State::kOpen && writable_ && HasOutput() && !(on_loop && writes_later_)) {
+    if (moved >= TurnBytes()) {
       // Encrypting keeps pace with a fast reader, so the socket may never be full.
-      loop_->Run(
-          [self = shared_from_this()] { self->strand_.Run([self] { self->AdvanceWrites(); }); });
+      WriteLater();
       break;
     }
     std::optional<size_t> sent = tls_ != nullptr ? SendTls() : Send();
@@ -560,6 +585,16 @@ void SocketConnection::AdvanceWrites() {
     waits_to_write_ = HasOutput();
     loop_->Change(id_, fd_.get(), kReadEvents | (waits_to_write_ ? uint32_t{EPOLLOUT} : 0));
   }
+}
+
+void SocketConnection::WriteLater() {
+  if (std::exchange(writes_later_, true)) return;
+  loop_->Run([self = shared_from_this()] {
+    self->strand_.Run([self] {
+      self->writes_later_ = false;
+      self->AdvanceWrites();
+    });
+  });
 }
 
 size_t SocketConnection::Gather(absl::Span<iovec> parts, size_t* total) const {
@@ -628,9 +663,9 @@ bool SocketConnection::Encrypt() {
     if (!status.ok()) Fail(status.message());
     return status.ok();
   };
-  for (size_t i = 0; i < count && encrypted_ < kTlsTurnBytes; ++i) {
+  for (size_t i = 0; i < count && encrypted_ < kEncryptedBytes; ++i) {
     absl::string_view part(static_cast<const char*>(parts[i].iov_base), parts[i].iov_len);
-    part = part.substr(0, kTlsTurnBytes - encrypted_);
+    part = part.substr(0, kEncryptedBytes - encrypted_);
     encrypted_ += part.size();
     // A record is filled up; what is more goes from where it lies.
     const size_t copied = record.empty() && part.size() >= kTlsRecordBytes

@@ -120,6 +120,10 @@ class SocketConnection final : public Loop::Handler,
   void AdvanceReads();
   // Goes on with that when the loop's thread has served others.
   void ReadLater();
+  // Returns how much moves in one turn of this thread.
+  size_t TurnBytes() const;
+  // Returns whether the turn is over; then the rest comes later.
+  bool EndTurnIfDue();
   // Parses the length of the next frame; false, and all is over, if it cannot be right.
   bool StartFrame();
   // Moves what has arrived into the frame's place. False when there is no more for now.
@@ -131,6 +135,8 @@ class SocketConnection final : public Loop::Handler,
   bool HasInput() const;
   void FinishFrame();
   void AdvanceWrites();
+  // Goes on with that when the loop's thread has served others.
+  void WriteLater();
   // Sends some of what waits; how many bytes of it have been, or nullopt after a failure.
   std::optional<size_t> Send();
   std::optional<size_t> SendTls();
@@ -168,6 +174,7 @@ class SocketConnection final : public Loop::Handler,
   size_t encrypted_ = 0;  // bytes of writes_ that are in its output
 
   std::deque<WriteRequest> writes_;
+  bool writes_later_ = false;  // WriteLater() is on its way
   std::deque<ReadRequest> reads_;
 
   // What has been received but not used: buffer_[begin_, end_).

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
@@ -94,6 +95,16 @@ class TlsPeer {
     ExpectOk(session_->Write(bytes));
     Flush();
   }
+  // The same of many frames, each byte of them in a record of its own.
+  void SendFramesInBytes(const std::vector<std::string>& frames) {
+    for (const std::string& bytes : frames) {
+      const uint64_t size = bytes.size();
+      std::string frame(reinterpret_cast<const char*>(&size), sizeof(size));
+      frame += bytes;
+      for (const char byte : frame) ExpectOk(session_->Write({&byte, 1}));
+    }
+    Flush();
+  }
   void Close() { far_ = Fd(); }
 
  private:
@@ -116,6 +127,41 @@ class TlsPeer {
   std::shared_ptr<SocketConnection> connection_;
   std::unique_ptr<TlsSession> session_;
 };
+
+// A record of TLS takes its time, too, however little is in it.
+TEST(SocketConnectionTest, ManySmallRecordsLeaveTurnsToOthers) {
+  constexpr int kFrames = 300;
+  const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+  TlsPeer peer(loop);
+  int read = 0, read_in_first_turn = 0, wrong = 0;  // on the loop's thread
+  Promise<Unit> promise;
+  const Future<Unit> all_read = promise.future();
+  absl::Notification sent;
+  loop->Run([&] {
+    sent.WaitForNotification();  // all of them are there at once
+    for (int i = 0; i < kFrames; ++i) {
+      peer.connection().Read(
+          nullptr, 0, [&, i](const tensorpipe::Error& error, const void* data, size_t size) {
+            if (error || size != 1 || *static_cast<const char*>(data) != static_cast<char>(i)) {
+              ++wrong;
+            }
+            if (++read == 1) loop->Run([&] { read_in_first_turn = read; });
+            if (read == kFrames) promise.Set(Unit());
+          });
+    }
+  });
+  std::vector<std::string> frames;
+  for (int i = 0; i < kFrames; ++i) frames.emplace_back(1, static_cast<char>(i));
+  peer.SendFramesInBytes(frames);
+  sent.Notify();
+  all_read.Wait();
+  peer.connection().Close();
+  loop->Close();
+  loop->Join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_GT(read_in_first_turn, 0);
+  EXPECT_LT(read_in_first_turn, 50);
+}
 
 // What came before the end of a connection is delivered, though both are read in one turn.
 TEST(SocketConnectionTest, WhatCameBeforeTheEndIsDelivered) {

@@ -140,7 +140,7 @@ bool SocketListener::FreeSlot(const Acceptor& acceptor) {
     }
     // It may have said it long ago: where many come at once their signatures take longer than that.
     if (IsReadable(client->fd.get())) continue;
-    Dismiss(client, absl::UnavailableError("others wait too"));
+    MakeRoom(client, absl::UnavailableError("others wait too"));
     return true;
   }
   if (std::exchange(full_, true)) return false;
@@ -176,7 +176,7 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
                         << " times so far)";
       }
       if (!clients_.empty()) {
-        Dismiss(clients_.begin(), absl::UnavailableError("no file descriptors are left"));
+        MakeRoom(clients_.begin(), absl::UnavailableError("no file descriptors are left"));
         continue;
       }
       loop_->After(kExhaustedDelay, [watch = weak_from_this(), &acceptor] {
@@ -305,6 +305,13 @@ void SocketListener::Adopt(Clients::iterator client) {
   Forget(client);
   ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd), std::move(tls)));
   HandOver();
+}
+
+void SocketListener::MakeRoom(Clients::iterator client, const absl::Status& why) {
+  // It fits behind the hello; where it does not the client takes no answer either.
+  const absl::string_view words = client->handshake.NoPlace();
+  send(client->fd.get(), words.data(), words.size(), MSG_NOSIGNAL);
+  Dismiss(client, why);
 }
 
 void SocketListener::Dismiss(Clients::iterator client, const absl::Status& why) {

@@ -80,6 +80,8 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // Goes on with the handshake of TLS.
   void EstablishTls(Clients::iterator client);
   void Adopt(Clients::iterator client);
+  // Dismisses it for others, and tells it so.
+  void MakeRoom(Clients::iterator client, const absl::Status& why);
   void Dismiss(Clients::iterator client, const absl::Status& why);
   void Forget(Clients::iterator client);
   void HandOver();
