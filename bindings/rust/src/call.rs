@@ -15,6 +15,11 @@ use std::{marker::PhantomData, time::Duration};
 /// worker.call("back", "classify", message)?; // with the timeout of the worker's options
 /// worker.caller().timeout(Duration::from_secs(5)).call("back", "classify", message)?;
 /// context.call("back", "classify", message)?; // recorded for backward
+/// for reply in worker.call_each(&["left", "right"], "classify", message)? {
+///     println!("{} tensors", reply?.tensor_count()); // or the error of this one
+/// }
+/// let sums = worker.call_op("back", "aten::sum", &distgrad::values![message.tensor(0)?])?;
+/// # drop(sums);
 /// # Ok(())
 /// # }
 /// ```

@@ -445,6 +445,16 @@ impl fmt::Debug for CheckpointManager<'_> {
 
 /// The same as [`CheckpointManager::load`], without a manager and its lock: for a job that loads what
 /// another one saves. Of the second options the name and the workers count.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{load_checkpoint, CheckpointManagerOptions, LoadOptions};
+/// let of = CheckpointManagerOptions::new().name("model").workers(["worker0", "worker1"]);
+/// let loaded = load_checkpoint(worker, "/shared/run7", &LoadOptions::new(), &of)?;
+/// println!("step {} of {}", loaded.step, loaded.folder.display());
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_checkpoint_load")]
 pub fn load_checkpoint(
     worker: &Worker,

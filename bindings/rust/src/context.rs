@@ -89,6 +89,16 @@ impl<'w> Context<'w> {
     }
 
     /// The same without waiting.
+    ///
+    /// ```
+    /// # fn f(context: &distgrad::Context, loss: &distgrad::Tensor) -> distgrad::Result<()> {
+    /// use distgrad::BackwardOptions;
+    /// let backward = context.backward_async([loss], &BackwardOptions::new())?;
+    /// // ... the next batch is read meanwhile ...
+    /// backward.wait()?; // or .await
+    /// # Ok(())
+    /// # }
+    /// ```
     #[doc(alias = "dg_context_backward_async")]
     pub fn backward_async(
         &self,
@@ -120,6 +130,19 @@ impl<'w> Context<'w> {
 
     /// Returns every leaf of this worker that has a gradient, with the gradient, in no order.
     /// `Code::FailedPrecondition` once the context is released.
+    ///
+    /// ```
+    /// # let worker = distgrad::WorkerOptions::new().create()?;
+    /// use distgrad::Tensor;
+    /// let x = Tensor::from_slice(&[3.0f32, 0.25], &[2])?.require_grad()?;
+    /// let context = worker.context()?;
+    /// context.backward([x.square()?.sum()?])?;
+    /// for (leaf, gradient) in context.gradients()? {
+    ///     context.set_gradient(&leaf, &gradient.clamp(-1.0, 1.0)?)?;
+    /// }
+    /// assert_eq!(context.gradient(&x)?.to_vec::<f32>()?, [1.0, 0.5]);
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "dg_context_gradients")]
     pub fn gradients(&self) -> Result<Vec<(Tensor, Tensor)>> {
         let handles = ffi::context_gradients(self.handle())?;

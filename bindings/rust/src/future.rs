@@ -106,6 +106,19 @@ impl<T: Outcome> Future<T> {
 
     /// Calls `done` once it is done: on the thread that completes it, where `done` must not wait;
     /// or within this call, if it is done already. A panic in it is printed and goes no further.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// let (done, finished) = std::sync::mpsc::channel();
+    /// for worker_name in ["worker1", "worker2"] {
+    ///     let reply = worker.call_async(worker_name, "work", &distgrad::Message::empty()?)?;
+    ///     let done = done.clone();
+    ///     reply.then(move || drop(done.send(worker_name)))?;
+    /// }
+    /// println!("{} was first", finished.recv().unwrap());
+    /// # Ok(())
+    /// # }
+    /// ```
     #[doc(alias = "dg_future_then")]
     pub fn then(&self, done: impl FnOnce() + Send + 'static) -> Result<()> {
         Ok(ffi::future_then(self.handle.get(), Callback::new(done))?)

@@ -186,6 +186,15 @@ pub fn wait<T>(wait: impl FnOnce() -> T) -> Result<T> {
 
 /// Seeds torch's random number generators, of all devices of this process: operators on one thread
 /// give the same numbers after the same seed.
+///
+/// ```
+/// use distgrad::Tensor;
+/// distgrad::manual_seed(7)?;
+/// let first = Tensor::rand(&[3])?.to_vec::<f32>()?;
+/// distgrad::manual_seed(7)?;
+/// assert_eq!(Tensor::rand(&[3])?.to_vec::<f32>()?, first);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_manual_seed")]
 pub fn manual_seed(seed: u64) -> Result<()> {
     Ok(ffi::manual_seed(seed)?)
@@ -196,6 +205,12 @@ pub fn manual_seed(seed: u64) -> Result<()> {
 /// do), each thread that runs operators has so many of them.
 ///
 /// `Code::InvalidArgument` for 0, and for more than 1024.
+///
+/// ```
+/// distgrad::set_num_threads(1)?; // for one of as many processes as the machine has cores
+/// assert_eq!(distgrad::num_threads(), 1);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_set_num_threads")]
 pub fn set_num_threads(count: u32) -> Result<()> {
     Ok(ffi::set_num_threads(count)?)

@@ -57,6 +57,16 @@ impl Message {
     }
 
     /// Creates a message with places that may have no tensor.
+    ///
+    /// ```
+    /// use distgrad::{Message, Tensor};
+    /// let weight = Tensor::from_slice(&[1.0f32, 2.0], &[2])?;
+    /// let bias: Option<&Tensor> = None;
+    /// let message = Message::with_gaps("layer 0", &[Some(&weight), bias])?;
+    /// assert_eq!(message.tensor_count(), 2);
+    /// assert!(message.tensors()?[1].is_none());
+    /// # distgrad::Result::Ok(())
+    /// ```
     pub fn with_gaps(payload: impl AsRef<[u8]>, tensors: &[Option<&Tensor>]) -> Result<Self> {
         let handles: Vec<_> =
             tensors.iter().map(|tensor| Tensor::handle_or_null(*tensor)).collect();

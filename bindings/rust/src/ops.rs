@@ -150,6 +150,14 @@ impl Tensor {
         pair("aten::sort", &[self.into(), dim.into(), descending.into()])
     }
     /// The `k` largest along `dim`, and their indices: `aten::topk`.
+    ///
+    /// ```
+    /// let x = distgrad::Tensor::from_slice(&[3.0f32, 1.0, 2.0], &[3])?;
+    /// let (largest, places) = x.topk(2, 0)?;
+    /// assert_eq!(largest.to_vec::<f32>()?, [3.0, 2.0]);
+    /// assert_eq!(places.to_vec::<i64>()?, [0, 2]);
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "aten::topk")]
     pub fn topk(&self, k: i64, dim: i64) -> Result<(Tensor, Tensor)> {
         pair("aten::topk", &[self.into(), k.into(), dim.into()])
@@ -209,6 +217,14 @@ impl Tensor {
         op("aten::cat", &[tensors.into(), dim.into()])
     }
     /// Tensors concatenated along a new dimension `dim`: `aten::stack`.
+    ///
+    /// ```
+    /// use distgrad::{Dtype, Tensor};
+    /// let (a, b) = (Tensor::zeros(&[2, 3], Dtype::FLOAT32)?, Tensor::ones(&[2, 3], Dtype::FLOAT32)?);
+    /// assert_eq!(Tensor::stack(&[&a, &b], 0)?.shape(), [2, 2, 3]);
+    /// assert_eq!(Tensor::cat(&[&a, &b], 0)?.shape(), [4, 3]);
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "aten::stack")]
     pub fn stack(tensors: &[&Tensor], dim: i64) -> Result<Tensor> {
         op("aten::stack", &[tensors.into(), dim.into()])

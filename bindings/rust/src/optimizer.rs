@@ -51,6 +51,16 @@ impl Optimizer<'_> {
     ///
     /// Errors as of a step; `Code::InvalidArgument` for a negative `max_norm`; `Code::OutOfRange`,
     /// with nothing scaled, if the norm is not finite.
+    ///
+    /// ```
+    /// # fn f(context: &distgrad::Context, loss: &distgrad::Tensor, optimizer: &distgrad::Optimizer)
+    /// # -> distgrad::Result<()> {
+    /// context.backward([loss])?;
+    /// let norm = optimizer.clip_gradients(context, 1.0)?; // on all workers
+    /// println!("the norm was {norm}");
+    /// optimizer.step(context)
+    /// # }
+    /// ```
     #[doc(alias = "dg_optimizer_clip_gradients")]
     pub fn clip_gradients(&self, context: &Context<'_>, max_norm: f64) -> Result<f64> {
         Ok(ffi::optimizer_clip_gradients(self.handle.get(), context.handle(), max_norm)?)
@@ -61,6 +71,12 @@ impl Optimizer<'_> {
     ///
     /// Errors as of a step; `Code::InvalidArgument`, and nothing is changed, if it is negative or
     /// not finite.
+    ///
+    /// ```
+    /// # fn f(optimizer: &distgrad::Optimizer, epoch: i32) -> distgrad::Result<()> {
+    /// optimizer.set_learning_rate(0.1 * 0.95f64.powi(epoch)) // on all workers
+    /// # }
+    /// ```
     #[doc(alias = "dg_optimizer_set_learning_rate")]
     pub fn set_learning_rate(&self, learning_rate: f64) -> Result<()> {
         Ok(ffi::optimizer_set_learning_rate(self.handle.get(), learning_rate)?)
@@ -123,6 +139,16 @@ impl Optimizer<'_> {
     ///
     /// `Code::InvalidArgument`, with nothing changed, says what is missing, what is unexpected, and
     /// what has another shape or dtype; else errors of the operating system.
+    ///
+    /// ```
+    /// # fn f(optimizer: &distgrad::Optimizer, weight: &distgrad::Tensor, bias: &distgrad::Tensor)
+    /// # -> distgrad::Result<()> {
+    /// let parameters = [("layer.weight", weight), ("layer.bias", bias)];
+    /// optimizer.save(parameters, "optimizer.safetensors")?;
+    /// // ... and when the program is started again, after the optimizer is created ...
+    /// optimizer.load("optimizer.safetensors", parameters)
+    /// # }
+    /// ```
     #[doc(alias = "dg_optimizer_load")]
     pub fn load(
         &self,

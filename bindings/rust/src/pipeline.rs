@@ -83,6 +83,24 @@ impl From<Action> for raw::RawAction {
 }
 
 /// A schedule as data, to change and to make one's own.
+///
+/// ```
+/// use distgrad::{Action, ActionKind::*, Schedule, ScheduleData};
+/// let action = |kind, stage| Action { kind, stage, micro_batch: 0 };
+/// let schedule = Schedule::with_transfers(&ScheduleData {
+///     micro_batches: 1,
+///     rank_of_stage: vec![0, 1],
+///     lists: vec![
+///         vec![action(Forward, 0), action(Backward, 0)],
+///         vec![action(Forward, 1), action(Backward, 1)],
+///     ],
+///     max_activations: Vec::new(),
+/// })?;
+/// let data = schedule.data()?;
+/// assert_eq!(data.lists[0][1], action(SendActivation, 0)); // which was put there
+/// assert!(Schedule::new(&ScheduleData { micro_batches: 2, ..data }).is_err()); // half is missing
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_schedule_data")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScheduleData {
@@ -354,6 +372,20 @@ fn count_of(count: Option<usize>) -> i64 {
 /// the micro-batch. So a stage must not write to what it is given (which takes an unsafe function),
 /// nor keep it with its history; nor write again to what it has returned, before the micro-batch's
 /// backward has come, or the evaluation is over.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{PipelineStage, PipelineStages, Tensor};
+/// let weight = Tensor::randn(&[10, 64])?.require_grad()?;
+/// let own = weight.clone();
+/// let last = PipelineStage::new(1, move |batch| Ok([batch.input(0)?.linear(&own, None)?]))
+///     .loss(|batch| Ok(batch.output(0)?.cross_entropy_loss(batch.target(0)?)?))
+///     .recompute(true); // keeps no activations until the backward
+/// let stages = PipelineStages::new(worker, "model", [last])?;
+/// # drop(stages);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pipeline_stage")]
 pub struct PipelineStage {
     number: u64,
@@ -758,6 +790,16 @@ impl<'w> Pipeline<'w> {
 
     /// Runs a batch forward alone, without gradients; with losses where there are targets. Errors as
     /// of [`train`](Pipeline::train).
+    ///
+    /// ```
+    /// # fn f(pipeline: &distgrad::Pipeline, images: &distgrad::Tensor) -> distgrad::Result<()> {
+    /// let result = pipeline.evaluate(&[images], &[])?; // without targets there is no loss
+    /// for scores in result.outputs.iter().flatten().flatten() {
+    ///     println!("{:?}", scores.argmax(1)?.to_vec::<i64>()?); // of a micro-batch
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     #[doc(alias = "dg_pipeline_evaluate")]
     pub fn evaluate(&self, inputs: &[&Tensor], targets: &[&Tensor]) -> Result<PipelineResult> {
         self.evaluate_with(inputs, targets, &PipelineRunOptions::new())

@@ -58,6 +58,12 @@ pub fn load_safetensors(path: impl AsRef<Path>) -> Result<BTreeMap<String, Tenso
 /// Writes what is in a file to tensors, on whichever devices and with whichever strides. Converts
 /// nothing. `Code::InvalidArgument`, and nothing is written, also lists what is missing in the file,
 /// what is unexpected in it, and what has another dtype or shape.
+///
+/// ```
+/// # fn f(weight: &distgrad::Tensor, bias: &distgrad::Tensor) -> distgrad::Result<()> {
+/// distgrad::load_safetensors_into("model.safetensors", [("weight", weight), ("bias", bias)])
+/// # }
+/// ```
 #[doc(alias = "dg_safetensors_load_into")]
 pub fn load_safetensors_into(
     path: impl AsRef<Path>,

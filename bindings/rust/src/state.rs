@@ -43,6 +43,13 @@ pub enum MemberEventKind {
 
 /// What a barrier, [`shutdown`](crate::Worker::shutdown) and [`serve`](crate::Worker::serve) do
 /// when a member is lost.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::OnLost;
+/// worker.shutdown_with(None, OnLost::GoOnWithout) // of those who are still there
+/// # }
+/// ```
 #[doc(alias = "DG_GO_ON_WITHOUT_LOST")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnLost {

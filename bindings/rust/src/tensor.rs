@@ -11,6 +11,15 @@ use std::{fmt, marker::PhantomData};
 /// out by [`to_vec`](Tensor::to_vec) and [`item`](Tensor::item). Operators that are used a lot are
 /// methods, [`op`](crate::op) runs any other.
 ///
+/// ```
+/// use distgrad::Tensor;
+/// let x = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0], &[2, 2])?;
+/// let sums = x.matmul(&x)?.sum_dims(&[1], false)?;
+/// assert_eq!(sums.shape(), [2]);
+/// assert_eq!(sums.to_vec::<f32>()?, [17.0, 37.0]);
+/// # distgrad::Result::Ok(())
+/// ```
+///
 /// Any thread may use it. Operators that write in place (torch's names for them end in `_`) are
 /// `unsafe`, for nothing orders them with what other threads do with the same memory:
 ///
@@ -114,6 +123,14 @@ impl Tensor {
     ///
     /// `Code::FailedPrecondition` if it is not a leaf, `Code::InvalidArgument` if its dtype is
     /// neither floating nor complex.
+    ///
+    /// ```
+    /// use distgrad::Tensor;
+    /// let weight = Tensor::randn(&[4, 2])?.require_grad()?;
+    /// assert!(weight.relu()?.requires_grad());
+    /// assert!(!weight.detach()?.relu()?.requires_grad());
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "dg_tensor_require_grad")]
     pub fn require_grad(self) -> Result<Self> {
         // Of a tensor that is this function's alone, unless there is nothing to change.

@@ -20,6 +20,21 @@ pub type HandlerResult = std::result::Result<Message, BoxedError>;
 /// One member of a job: it listens, calls the others, and is called by them. It owns all its threads
 /// and sockets; a process may have several, mostly for tests.
 ///
+/// ```
+/// use distgrad::{Message, WorkerOptions};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let worker = WorkerOptions::new().create()?; // alone, unless a launcher has started a job
+/// worker.register("greet", |request| {
+///     Ok(Message::from_payload(format!("Hello {}", request.text()?))?)
+/// })?;
+/// let name = worker.name(worker.rank()).ok_or("it has a name")?; // it may call itself
+/// let reply = worker.call(&name, "greet", &Message::from_payload("reader")?)?;
+/// assert_eq!(reply.text()?, "Hello reader");
+/// worker.shutdown(None)?;
+/// # Ok(())
+/// # }
+/// ```
+///
 /// Call [`shutdown`](Worker::shutdown) before it is dropped, so that no call finds it gone. Dropping
 /// it calls [`close`](Worker::close) with a timeout of one minute. What still runs after that minute
 /// is logged, and a thread of the library ends the worker when it has returned; in a handler or a
@@ -69,6 +84,15 @@ impl Worker {
 
     /// Returns the members that it knows of, by rank: those of the job's start, and of those who
     /// joined later the ones that have called it.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// for member in worker.members()? {
+    ///     println!("worker {}: {}, incarnation {}", member.rank, member.name, member.incarnation);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     #[doc(alias = "dg_worker_members")]
     pub fn members(&self) -> Result<Vec<Member>> {
         Ok(ffi::worker_members(self.handle())?.into_iter().map(Member::from).collect())
@@ -137,6 +161,17 @@ impl Worker {
 
     /// Returns what it holds of each context that it knows of, to show what a job waits for. Waits
     /// for running steps of passes, not for passes.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+    /// for context in worker.contexts()? {
+    ///     for pass in context.passes {
+    ///         println!("context {:#x} waits for gradients of {:?}", context.id, pass.awaited);
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
     #[doc(alias = "dg_worker_contexts")]
     pub fn contexts(&self) -> Result<Vec<ContextState>> {
         Ok(ffi::worker_contexts(self.handle())?.into_iter().map(ContextState::from).collect())

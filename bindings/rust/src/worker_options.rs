@@ -189,6 +189,13 @@ impl WorkerOptions {
 }
 
 /// Which operators the others may call on a worker, without any registration.
+///
+/// ```
+/// use distgrad::{ServeOperators, WorkerOptions};
+/// let worker = WorkerOptions::new().serve_operators(ServeOperators::None).create()?;
+/// # drop(worker);
+/// # distgrad::Result::Ok(())
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServeOperators {
     /// Those of torch that do nothing but compute, and check what they are given; docs/security.md

@@ -31,6 +31,12 @@ impl Tensor {
     /// reference to the tensor's storage, on any thread.
     ///
     /// `Code::InvalidArgument` if there are not as many elements as `shape` has.
+    ///
+    /// ```
+    /// let x = distgrad::Tensor::from_vec(vec![1i64, 2, 3, 4], &[2, 2])?;
+    /// assert_eq!(x.select(0, 1)?.to_vec::<i64>()?, [3, 4]);
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "dg_tensor_from_memory")]
     pub fn from_vec<T: Element>(mut data: Vec<T>, shape: &[i64]) -> Result<Self> {
         check_size(&data, shape)?;
@@ -134,6 +140,15 @@ impl Tensor {
     ///
     /// `Code::FailedPrecondition` if it requires grad ([`Tensor::detach`] it first), or its memory
     /// does not hold its elements as they are (sparse, other devices).
+    ///
+    /// ```
+    /// use distgrad::Tensor;
+    /// let x = Tensor::from_slice(&[1.0f32, 2.0], &[2])?;
+    /// let exported = x.to_dlpack()?; // its `into_raw()` is for another library
+    /// let same = Tensor::from_dlpack(exported)?; // the same memory
+    /// assert_eq!(same.to_vec::<f32>()?, [1.0, 2.0]);
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "dg_tensor_to_dlpack")]
     pub fn to_dlpack(&self) -> Result<DlpackTensor> {
         Ok(DlpackTensor(raw::tensor_to_dlpack(self.handle())?.cast()))

@@ -52,6 +52,16 @@ pub unsafe fn op_unchecked(name: &str, arguments: &[Value<'_>]) -> Result<Tensor
 }
 
 /// Runs a torch operator with any results. Otherwise as [`op`].
+///
+/// ```
+/// use distgrad::{ops, values, Tensor, Value};
+/// let x = Tensor::from_slice(&[3.0f32, 1.0, 2.0], &[3])?;
+/// let sorted = ops("aten::sort", &values![&x, -1, true])?; // the last dimension, descending
+/// let [Value::Tensor(elements), Value::Tensor(places)] = &sorted[..] else { panic!("{sorted:?}") };
+/// assert_eq!(elements.to_vec::<f32>()?, [3.0, 2.0, 1.0]);
+/// assert_eq!(places.to_vec::<i64>()?, [0, 2, 1]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_op_call")]
 #[doc(alias = "dg_values")]
 pub fn ops(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
