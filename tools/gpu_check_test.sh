@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$TEST_SRCDIR/$TEST_WORKSPACE"
 scratch=$(mktemp -d "$TEST_TMPDIR/gpu_check.XXXXXX")
-mkdir -p "$scratch/unpacked/programs" "$scratch/site/torch/lib"
+mkdir -p "$scratch/unpacked/programs" "$scratch/site/torch/lib" "$scratch/bin/core" "$scratch/bin/benchmarks"
 cp tools/gpu_check tools/skipped.py "$scratch/unpacked"
 echo '{}' >"$scratch/unpacked/about.json"
 touch "$scratch/site/torch/lib/libtorch_cuda.so"
@@ -30,13 +30,13 @@ driver one 13000 1
 driver two 13010 2
 driver volta 13000 2 'attribute == 75 ? 7 : device == 0 ? 5 : 0'
 
-# program STATUS REASON [FROM]: one with two cases, the second of which is skipped if there is a reason,
-# and is not there from that repeat on.
+# program STATUS REASON [FROM]: core.a_test, with two cases, the second of which is skipped if there is a
+# reason, and is not there from that repeat on. The tree's build has the same.
 program() {
   rm -f "$scratch/repeats"
   local skip=""
   if [[ -n $2 ]]; then skip="<skipped message=\"a.cc:7&#x0A;$2\"/>"; fi
-  cat >"$scratch/unpacked/programs/core.a_test" <<SH
+  cat >"$scratch/bin/core/a_test" <<SH
 #!/bin/sh
 for argument; do
   case \$argument in
@@ -52,7 +52,8 @@ cat >"\$xml" <<XML
 XML
 exit $1
 SH
-  chmod +x "$scratch/unpacked/programs/core.a_test"
+  chmod +x "$scratch/bin/core/a_test"
+  cp "$scratch/bin/core/a_test" "$scratch/unpacked/programs/core.a_test"
 }
 
 export FIGURES='{"rows": [{"name": "a copy", "seconds": 0.25}]}'
@@ -92,10 +93,43 @@ program 0 "" 2
 check "a repeat that runs less" one 1 "core.a_test: failed: repeat 2 ran 1 cases, and another one 2" --repeat 3
 program 3 ""
 check "a program that fails" two 1 "FAILED: core.a_test"
+
+# One that does not end, and whose child holds its output open: it is ended with that, once.
+hangs=$scratch/unpacked/programs/core.b_test
+printf '#!/bin/sh\n[ "$1" = --gtest_list_tests ] || { echo >>"$HUNG"; printf "\\377"; sleep 1000000 & wait; }\n' >"$hangs"
+chmod +x "$hangs"
 program 0 ""
+export HUNG=$scratch/hung
+check "a program that does not end" one 1 "FAILED: core.b_test: failed: repeat 1: it did not end within 3 s" \
+  --repeat 3 --timeout 3 --only b_test
+if [[ -e $HUNG && $(wc -l <"$HUNG") -gt 1 ]]; then
+  echo "FAILED: a program that has not ended was run again" >&2
+  failed=1
+fi
+grep -qF "runs 1 of 1: core.b_test, 3 times, each within 3 s" "$scratch/said"
+
+# Whoever ends gpu_check in the middle has what was found so far.
+cat >"$hangs" <<SH
+#!/bin/sh
+[ "\$1" = --gtest_list_tests ] && exit 0
+cp "$scratch/report.json" "$scratch/meanwhile.json"
+echo '<testsuites><testsuite><testcase classname="B" name="One" status="run"/></testsuite></testsuites>' >"\${1#--gtest_output=xml:}"
+SH
+check "two programs" two 0 "2 programs passed, 0 failed"
+python3 - "$scratch/meanwhile.json" "$scratch/report.json" <<'PY'
+import json
+import sys
+meanwhile, end = (json.load(open(path)) for path in sys.argv[1:])
+assert [test["name"] for test in meanwhile["tests"]] == ["core.a_test"], meanwhile
+assert meanwhile["running"] == "core.b_test" and not meanwhile["complete"] and not meanwhile["ok"], meanwhile
+assert len(end["tests"]) == 2 and "running" not in end and end["complete"] and end["ok"], end
+PY
+rm "$hangs"
+
 benchmark=$scratch/unpacked/programs/benchmarks.gpu
-printf '#!/bin/sh\n[ "$1" = --help ] || echo "$FIGURES"\n' >"$benchmark"
-chmod +x "$benchmark"
+printf '#!/bin/sh\n[ "$1" = --help ] || echo "$FIGURES"\n' >"$scratch/bin/benchmarks/gpu"
+chmod +x "$scratch/bin/benchmarks/gpu"
+cp "$scratch/bin/benchmarks/gpu" "$benchmark"
 check "with the benchmark" one 0 "2 of 2 programs start"
 grep -q '"name": "a copy"' "$scratch/report.json"
 FIGURES=nothing check "the benchmark fails" one 1 "FAILED: the benchmark"
@@ -116,85 +150,96 @@ if [[ $status != 1 ]] || ! grep -q "there is no compute-sanitizer" "$scratch/sai
   failed=1
 fi
 
-# With Bazel, of which there is a stub here: it knows the targets $LABELS, of which one runs, once for
-# each of $COUNTS, with so many cases, which say $REASON; and a benchmark, which says $FIGURES. Its test
-# command ends with $ENDS.
+# With Bazel, of which there is a stub here: it knows the targets $LABELS, has built what is in bin, and its
+# build command ends with $ENDS.
 mkdir -p "$scratch/tree/tools"
 cp tools/gpu_check tools/skipped.py "$scratch/tree/tools"
 cat >"$scratch/tree/tools/bazel" <<'SH'
 #!/bin/sh
-command=$1
 echo "$@" >>"$ARGUMENTS"
-for argument; do
-  case $argument in --build_event_json_file=*) events=${argument#*=} ;; esac
-done
-case $command in
+case $1 in
   query) printf '%s\n' ${LABELS:-//core:a_test} ;;
-  run) echo "$FIGURES" ;;
-  test)
-    case="<testcase classname=\"A\" name=\"One\">$REASON</testcase>"
-    if [ "$REASON" = none ]; then case=; fi
-    echo '{"id":{"targetConfigured":{"label":"//core:a_test"}},"configured":{"targetKind":"cc_test rule"}}' >"$events"
-    run=0
-    for count in ${COUNTS:-1}; do
-      run=$((run + 1))
-      cases=
-      while [ "$count" -gt 0 ]; do
-        cases=$cases$case
-        count=$((count - 1))
-      done
-      echo "<testsuites><testsuite>$cases</testsuite></testsuites>" >"$events.$run.xml"
-      cat >>"$events" <<JSON
-{"id":{"testResult":{"label":"//core:a_test","run":$run}},"testResult":{"testAttemptDurationMillis":"1500","testActionOutput":[{"name":"test.xml","uri":"file://$events.$run.xml"}]}}
-JSON
-    done
-    echo "{\"id\":{\"testSummary\":{\"label\":\"//core:a_test\"}},\"testSummary\":{\"overallStatus\":\"$OUTCOME\"}}" >>"$events"
-    exit "${ENDS:-0}"
-    ;;
+  build) exit "${ENDS:-0}" ;;
+  info) echo "$BIN" ;;
 esac
 SH
 chmod +x "$scratch/tree/tools/bazel"
-# check_bazel WHAT STATUS OUTCOME REASON [OPTION...]
+export ARGUMENTS=$scratch/arguments BIN=$scratch/bin
+# check_bazel WHAT STATUS TEXT [OPTION...]
 check_bazel() {
   local status=0
-  local reason=${4:+"<skipped message='a.cc:7&#x0A;$4'/>"}
-  if [[ $4 == none ]]; then reason=none; fi
-  OUTCOME=$3 REASON=$reason LD_LIBRARY_PATH=$scratch/one ARGUMENTS=$scratch/arguments \
-    python3 "$scratch/tree/tools/gpu_check" "${@:5}" --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
-  if [[ $status != "$2" ]]; then
-    echo "FAILED: $1: status $status, not $2:" >&2
+  LD_LIBRARY_PATH=$scratch/one python3 "$scratch/tree/tools/gpu_check" "${@:4}" \
+    --json "$scratch/report.json" >"$scratch/said" 2>&1 || status=$?
+  if [[ $status != "$2" ]] || ! grep -qF -- "$3" "$scratch/said"; then
+    echo "FAILED: $1: status $status, not $2, or it does not say '$3':" >&2
     cat "$scratch/said" >&2
     failed=1
   fi
 }
-check_bazel "all pass" 0 PASSED ""
-grep -q '"seconds": 1.5' "$scratch/report.json"
+program 0 ""
+check_bazel "all pass" 0 "//core:a_test: passed, 1 times 2 cases and 0 skipped"
 grep -q '"name": "a copy"' "$scratch/report.json"
-FIGURES=nothing check_bazel "the benchmark fails" 1 PASSED ""
-check_bazel "a test fails" 1 FAILED ""
-check_bazel "a test does not see the GPU" 1 PASSED "this machine has no GPU"
-check_bazel "a test is for two GPUs" 0 PASSED "this machine has fewer than 2 GPUs"
-ENDS=3 check_bazel "a test fails, as Bazel says" 1 FAILED ""
-ENDS=1 check_bazel "Bazel fails" 1 PASSED ""
-check_bazel "a test that has run nothing" 1 PASSED none
-COUNTS="2 2 2" check_bazel "repeats" 0 PASSED "" --repeat 3
-grep -qF "//core:a_test: passed, 3 times 2 cases and 0 skipped, 4.5 s" "$scratch/said"
-COUNTS="2 1 2" check_bazel "a repeat that runs less" 1 PASSED "" --repeat 3
-grep -qF "FAILED: //core:a_test: failed: repeat 2 ran 1 cases, and another one 2" "$scratch/said"
-COUNTS="2 2" check_bazel "a repeat that is not there" 1 PASSED "" --repeat 3
-LABELS="//core:a_test //core:b_test" check_bazel "a target that Bazel leaves out" 1 PASSED ""
-if ! grep -q "FAILED: //core:b_test" "$scratch/said"; then
-  echo "FAILED: a target that Bazel leaves out is not named" >&2
+grep -qx "build --config=cuda //core:a_test //benchmarks:gpu" "$ARGUMENTS"
+FIGURES=nothing check_bazel "the benchmark fails" 1 "FAILED: the benchmark"
+FIGURES=nothing check_bazel "a target" 0 "1 programs passed" //core:a_test
+grep -qx "query --noshow_progress tests(//core:a_test)" "$ARGUMENTS"
+check_bazel "repeats" 0 "//core:a_test: passed, 3 times 2 cases and 0 skipped" --repeat 3
+ENDS=1 check_bazel "a target that Bazel cannot build, or leaves out" 1 "Bazel's build ended with status 1"
+program 3 ""
+check_bazel "a test fails" 1 "FAILED: //core:a_test: failed"
+program 0 "this machine has no GPU"
+check_bazel "a test does not see the GPU" 1 "does not justify that //core:a_test A.Two is skipped"
+printf '#!/bin/sh\n' >"$scratch/bin/core/a_test"
+check_bazel "a test that has run nothing" 1 "0 of 1 repeats have written results"
+
+# An archive, of programs in C.
+echo 'int of_a_library(void) { return 0; }' |
+  cc -shared -Wl,-soname,libof_this_tree.so -o "$scratch/bin/libof_this_tree.so" -x c -
+echo 'int main() { return 0; }' >"$scratch/main.c"
+compile() { cc -o "$scratch/bin/$1" -Wl,-rpath,/a/place/of/here "$scratch/main.c" "${@:2}"; }
+compile core/a_test
+compile core/b_test
+compile benchmarks/gpu
+export LABELS="//core:a_test //core:b_test"
+pack() { check_bazel "$@" --pack "$scratch/archive.tar.xz"; }
+pack "an archive" 0 "archive.tar.xz: 3 programs, 0.0 MB; they need GLIBC 2."
+mkdir "$scratch/elsewhere"
+python3 -m tarfile -e "$scratch/archive.tar.xz" "$scratch/elsewhere"
+for name in gpu_check skipped.py about.json programs/core.a_test programs/core.b_test programs/benchmarks.gpu; do
+  [[ -f $scratch/elsewhere/distgrad_gpu_check/$name ]] || { echo "FAILED: there is no $name" >&2 && failed=1; }
+done
+status=0
+LD_LIBRARY_PATH=$scratch/none "$scratch/elsewhere/distgrad_gpu_check/gpu_check" --site "$scratch/site" \
+  >"$scratch/said" 2>&1 || status=$?
+if [[ $status != 2 ]] || ! grep -q "3 of 3 programs start" "$scratch/said"; then
+  echo "FAILED: what was unpacked: status $status" >&2
+  cat "$scratch/said" >&2
   failed=1
 fi
-rm "$scratch/arguments"
-NCCL_DEBUG=INFO CUDA_VISIBLE_DEVICES=1 check_bazel "with variables" 0 PASSED ""
-for variable in NCCL_DEBUG CUDA_VISIBLE_DEVICES LD_LIBRARY_PATH; do
-  if ! grep '^test ' "$scratch/arguments" | grep -q -- "--test_env=$variable "; then
-    echo "FAILED: $variable does not get to tests" >&2
-    failed=1
-  fi
-done
+compile core/b_test -Wl,--no-as-needed "$scratch/bin/libof_this_tree.so"
+pack "a library that nobody has" 1 "core.b_test needs libof_this_tree.so, which neither a system nor torch has"
+compile core/b_test
+printf '#!/bin/sh\ncp "$3" "$2"\n' >"$scratch/elsewhere/strip"
+chmod +x "$scratch/elsewhere/strip"
+PATH=$scratch/elsewhere:$PATH pack "what is not stripped" 1 "FAILED: core.a_test is not stripped"
+python3 - "$scratch/archive.tar.xz" "$scratch/tree/tools/gpu_check" <<'PY' || failed=1
+import argparse
+import importlib.machinery
+import importlib.util
+import sys
+loader = importlib.machinery.SourceFileLoader("gpu_check", sys.argv[2])
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+loader.exec_module(module)
+found = module.faults_of(sys.argv[1], ["core.a_test", "core.b_test", "core.c_test"])
+for text in ("the archive has no programs/core.c_test", "the archive has programs/benchmarks.gpu, which is no test"):
+    if not any(fault.startswith(text) for fault in found):
+        sys.exit("FAILED: %s is no fault among %s" % (text, found))
+if module.MOST_BYTES > 60 << 20:
+    sys.exit("FAILED: an archive may have %d bytes" % module.MOST_BYTES)
+module.MOST_BYTES = 100
+if module.pack(argparse.Namespace(targets=[], pack=sys.argv[1])) != 1:
+    sys.exit("FAILED: an archive may be larger than it may be")
+PY
 
 # What the linker wrote of this machine is gone, and the program still runs.
 echo 'int main() { return 7; }' | cc -o "$scratch/linked" -Wl,-rpath,/a/place/of/here -x c -
