@@ -300,14 +300,14 @@ absl::StatusOr<std::vector<std::shared_ptr<ContextRecord::LeafGradient>>> Contex
   return found;
 }
 
-absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
-    absl::Span<const at::Tensor> leaves) const {
+absl::StatusOr<std::vector<at::Tensor>> ContextRecord::Read(
+    absl::Span<const at::Tensor> leaves, absl::FunctionRef<bool(const LeafGradient&)> wants) const {
   DG_ASSIGN_OR_RETURN(const auto found, Find(leaves));
   std::vector<at::Tensor> gradients;
   gradients.reserve(leaves.size());
   try {
     for (const auto& slot : found) {
-      gradients.push_back(slot == nullptr ? at::Tensor() : slot->Get());
+      gradients.push_back(slot == nullptr || !wants(*slot) ? at::Tensor() : slot->Get());
     }
   } catch (...) {  // an error of a device
     return StatusFromException(std::current_exception());
@@ -315,14 +315,14 @@ absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
   return gradients;
 }
 
+absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsOf(
+    absl::Span<const at::Tensor> leaves) const {
+  return Read(leaves, [](const LeafGradient&) { return true; });
+}
+
 absl::StatusOr<std::vector<at::Tensor>> ContextRecord::GradientsInNorms(
     absl::Span<const at::Tensor> leaves) const {
-  DG_ASSIGN_OR_RETURN(const auto found, Find(leaves));
-  DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> gradients, GradientsOf(leaves));
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (found[i] != nullptr && !found[i]->counts_in_norms()) gradients[i] = at::Tensor();
-  }
-  return gradients;
+  return Read(leaves, [](const LeafGradient& gradient) { return gradient.counts_in_norms(); });
 }
 
 ContextRecord::LeafGradients ContextRecord::AllGradients() const {

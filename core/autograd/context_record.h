@@ -195,6 +195,10 @@ class ContextRecord {
   // Of leaves, in their order; null for one that has none.
   absl::StatusOr<std::vector<std::shared_ptr<LeafGradient>>> Find(
       absl::Span<const at::Tensor> leaves) const;
+  // The gradients of leaves, in their order; undefined for one that has none, or none that `wants`.
+  absl::StatusOr<std::vector<at::Tensor>> Read(
+      absl::Span<const at::Tensor> leaves,
+      absl::FunctionRef<bool(const LeafGradient&)> wants) const;
   absl::Status NoGradient() const;
   absl::Status ReleasedError() const;
   absl::Status CheckAlive() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
