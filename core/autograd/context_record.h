@@ -41,6 +41,9 @@ class ContextRecord {
   struct SendEnd {
     EdgeEnd end;
     std::shared_ptr<SourceNode> node;
+    // Of the results of an operator that a peer has called: all that the node leads to was made by
+    // that call, and the peer chose what it was made of.
+    bool of_operator = false;
   };
   struct RecvEnd {
     EdgeEnd end;

@@ -104,10 +104,10 @@ std::shared_ptr<SourceNode> Engine::MakeSend(absl::Span<const at::Tensor> tensor
 }
 
 absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerRank to,
-                                          std::shared_ptr<SourceNode> send) {
+                                          std::shared_ptr<SourceNode> send, bool of_operator) {
   if (send == nullptr) return EdgeId{0};
   const EdgeId edge = MakeId(services_.self, ++last_edge_);
-  DG_RETURN_IF_ERROR(context.AddSend({{edge, to}, std::move(send)}));
+  DG_RETURN_IF_ERROR(context.AddSend({{edge, to}, std::move(send), of_operator}));
   return edge;
 }
 

@@ -51,9 +51,10 @@ class Engine {
   // null if none do.
   static std::shared_ptr<SourceNode> MakeSend(absl::Span<const at::Tensor> tensors);
   // Records that the tensors which `send` was made of go to that worker. Returns their edge; 0 if
-  // it is null.
+  // it is null. Of the results of an operator that was served, each node may allocate no more than
+  // a few times Limits::message_bytes in a pass.
   absl::StatusOr<EdgeId> RecordSend(ContextRecord& context, WorkerRank to,
-                                    std::shared_ptr<SourceNode> send);
+                                    std::shared_ptr<SourceNode> send, bool of_operator = false);
 
   // Drops the send node of an edge whose message never left this worker: no gradient will come. May
   // be called on any thread.

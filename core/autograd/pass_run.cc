@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <typeinfo>
 #include <utility>
 
@@ -31,6 +33,11 @@ constexpr size_t kMaxHelpers = 8;
 // How many feeds, of so many bytes, a thread runs that runs what is cheap.
 constexpr size_t kMaxCheapFeeds = 16;
 constexpr size_t kMaxCheapBytes = 16 << 10;
+
+// A node of an operator that a peer has called may allocate so many times message_bytes: many take
+// several tensors of the size of their arguments on the way.
+constexpr uint64_t kNodeTimes = 8;
+constexpr absl::string_view kNodeLimitName = "8 times limit message_bytes";
 
 // For how many helpers a thread counts. One that runs what is cheap calls them itself if it must.
 size_t Weight(RunHere here) { return here == RunHere::kCheap ? kMaxHelpers : 1; }
@@ -344,10 +351,12 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   PassPlan plan;
   std::vector<std::shared_ptr<torch::autograd::Node>> sources;
   std::vector<Graph::Index> waiting;  // for other workers than the one that engaged us
+  std::vector<Graph::Index> of_operators;
   std::optional<WorkerRank> by_peer;  // who engaged us
   for (const ContextRecord::SendEnd& send : edges->sends) {
     const auto index = static_cast<Graph::Index>(sources.size());
     send_roots_.emplace(send.end.edge, index);
+    if (send.of_operator) of_operators.push_back(index);
     sources.push_back(send.node);
     if (by == send.end.edge) {
       by_peer = send.end.peer;
@@ -416,12 +425,18 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   }
   graph_ = std::move(graph);
   if (!thread_state_.has_value()) thread_state_.emplace();
-  auto execution = std::make_shared<Execution>(
-      graph_,
-      ExecutionOptions{.retain_graph = retain_graph_,
-                       .device_threads = services_->device_threads.get(),
-                       .keep_alive = shared_from_this()},
-      this, *thread_state_);
+  ExecutionOptions options{.retain_graph = retain_graph_,
+                           .device_threads = services_->device_threads.get(),
+                           .keep_alive = shared_from_this()};
+  if (!of_operators.empty()) {
+    const uint64_t bytes = services_->limits.message_bytes;
+    options.limited = graph_->ReachableFrom(of_operators);
+    options.limit_bytes = bytes > std::numeric_limits<uint64_t>::max() / kNodeTimes
+                              ? std::numeric_limits<uint64_t>::max()
+                              : kNodeTimes * bytes;
+    options.limit_name = kNodeLimitName;
+  }
+  auto execution = std::make_shared<Execution>(graph_, std::move(options), this, *thread_state_);
   thread_state_.reset();
   absl::MutexLock lock(&mu_);
   gathering_ = std::move(gathering);

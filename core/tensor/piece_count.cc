@@ -65,12 +65,17 @@ int64_t SizeOf(const at::Tensor& tensor, absl::Span<const c10::IValue> args, siz
 // The pieces of a size of which each has `piece`, the last one perhaps less.
 int64_t PiecesOf(int64_t size, int64_t piece) { return (size - 1) / piece + 1; }
 
-// Of an operator with its overload; nullptr if there is none of that name.
-const c10::FunctionSchema* SchemaOf(absl::string_view name) {
+// An operator with its overload; none if there is none of that name.
+std::optional<c10::OperatorHandle> FindOperator(absl::string_view name) {
   const size_t dot = name.find('.');
-  const auto found = c10::Dispatcher::singleton().findSchema(
+  return c10::Dispatcher::singleton().findSchema(
       {std::string(name.substr(0, dot)),
        dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1))});
+}
+
+// nullptr if there is none of that name.
+const c10::FunctionSchema* SchemaOf(absl::string_view name) {
+  const std::optional<c10::OperatorHandle> found = FindOperator(name);
   return found.has_value() ? &found->schema() : nullptr;
 }
 
@@ -103,40 +108,77 @@ int64_t StepsOf(absl::string_view name, absl::Span<const c10::IValue> args) {
   return std::max(size_of(0, batch_first ? 1 : 0), size_of(1, 0));
 }
 
-// Of a list of the elements of a dimension, which argument `place` names, the last if there is
-// none, and of their places, on each thread that works at it.
-int64_t ElementListBytes(absl::Span<const c10::IValue> args, size_t place) {
-  if (!args[0].isTensor()) return 0;
+// A dimension of a tensor on whose elements the processor works.
+struct Dimension {
+  int64_t size = 0;
+  int64_t others = 0;  // elements for each of its places; 0 if it has none
+};
+
+// The first argument's, which argument `place` names; `usual` if that is left out. None if there is
+// no such dimension, or no number is given where there is no usual one.
+std::optional<Dimension> DimensionOf(absl::Span<const c10::IValue> args, size_t place,
+                                     std::optional<int64_t> usual) {
+  if (!args[0].isTensor()) return std::nullopt;
   const at::Tensor& tensor = args[0].toTensor();
-  if (!tensor.defined() || tensor.dim() == 0 || tensor.numel() == 0) return 0;
-  const int64_t named = place < args.size() ? IntOf(args[place]).value_or(-1) : -1;
-  const int64_t dimension = named < 0 ? named + tensor.dim() : named;
-  if (dimension < 0 || dimension >= tensor.dim()) return 0;
+  if (!tensor.defined() || tensor.is_cuda()) return std::nullopt;
+  std::optional<int64_t> named = place < args.size() ? IntOf(args[place]) : std::nullopt;
+  if (!named.has_value()) named = usual;
+  if (!named.has_value()) return std::nullopt;
+  const int64_t dimension = *named < 0 ? *named + tensor.dim() : *named;
+  if (dimension < 0 || dimension >= tensor.dim()) return std::nullopt;
   const int64_t size = tensor.size(dimension);
-  const int64_t lists = std::min<int64_t>(tensor.numel() / size, at::get_num_threads());
+  return Dimension{size, size == 0 ? 0 : tensor.numel() / size};
+}
+
+// No more than fits.
+int64_t Times(int64_t count, int64_t bytes) {
+  int64_t all = 0;
+  return __builtin_mul_overflow(count, bytes, &all) ? std::numeric_limits<int64_t>::max() : all;
+}
+
+// Of a list of the elements of a dimension, and of their places, on each thread that works at it.
+int64_t ElementListBytes(const std::optional<Dimension>& dimension) {
+  if (!dimension.has_value()) return 0;
+  const int64_t lists = std::min<int64_t>(dimension->others, at::get_num_threads());
   constexpr int64_t kBytesOfEach = 2 * sizeof(int64_t);
-  int64_t bytes = 0;
-  return __builtin_mul_overflow(size, lists * kBytesOfEach, &bytes)
-             ? std::numeric_limits<int64_t>::max()
-             : bytes;
+  return Times(dimension->size, lists * kBytesOfEach);
+}
+
+// Of a tensor for each place of a dimension, with what libtorch needs to put them together again.
+int64_t PlaceTensorBytes(const std::optional<Dimension>& dimension) {
+  constexpr int64_t kBytesOfEach = 256;
+  return dimension.has_value() ? Times(dimension->size, kBytesOfEach) : 0;
+}
+
+// Calls `visit` with each tensor that is defined, in a list or not, and its argument's place.
+template <typename Visit>
+void ForEachTensor(absl::Span<const c10::IValue> args, Visit visit) {
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (args[i].isTensor()) {
+      if (args[i].toTensor().defined()) visit(args[i].toTensor(), i);
+    } else if (args[i].isList() && !args[i].isIntList() && !args[i].isDoubleList()) {
+      for (const c10::IValue& item : args[i].toListRef()) {
+        if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor(), i);
+      }
+    }
+  }
+}
+
+// Whether it gives a tensor other sizes and strides in place, and writes to no element. `resize_`
+// and `resize_as_`, which libtorch marks as such too, may take more memory, and take a view in
+// which one element stands for many to have memory for each. piece_count_test.cc looks for others.
+bool OnlyTurnsView(const c10::OperatorHandle& op) {
+  return op.hasTag(at::Tag::inplace_view) &&
+         !absl::StartsWith(op.operator_name().name, "aten::resize_");
 }
 
 // Whether one element stands for many, in any dimension or in that one.
 bool Repeats(const at::Tensor& tensor, std::optional<int64_t> dimension = std::nullopt) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided) return false;
+  if (tensor.layout() != at::kStrided) return false;
   for (int64_t i = 0; i < tensor.dim(); ++i) {
     if (dimension.value_or(i) == i && tensor.size(i) > 1 && tensor.stride(i) == 0) return true;
   }
   return false;
-}
-
-bool Repeats(const c10::IValue& value) {
-  if (value.isTensor()) return Repeats(value.toTensor());
-  if (!value.isList() || value.isIntList() || value.isDoubleList()) return false;
-  const c10::ArrayRef<c10::IValue> items = value.toListRef();
-  return std::any_of(items.begin(), items.end(), [](const c10::IValue& item) {
-    return item.isTensor() && Repeats(item.toTensor());
-  });
 }
 
 }  // namespace
@@ -176,8 +218,14 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
 int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
   if (!absl::ConsumePrefix(&name, "aten::") || args.empty()) return 0;
   name = name.substr(0, name.find('.'));
-  if (name == "topk") return ElementListBytes(args, 2);
-  if (name == "mode") return ElementListBytes(args, 1);
+  if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
+  if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
+  if (name == "unique_dim" || name == "unique_dim_consecutive") {
+    return PlaceTensorBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
+  }
+  if (name == "unique_consecutive") {
+    return PlaceTensorBytes(DimensionOf(args, 3, /*usual=*/std::nullopt));
+  }
   int64_t count = 0;
   if (name == "combinations") {
     count = args.size() > 1 ? IntOf(args[1]).value_or(0) : 0;
@@ -191,25 +239,20 @@ int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   return count <= 0 ? 0 : std::min(count, kMany) * std::min(count, kMany) * kBytesOfEach;
 }
 
-uint64_t CountArgumentBytes(absl::Span<const c10::IValue> args) {
-  uint64_t all = 0;
-  const auto add = [&all](const at::Tensor& tensor) {
-    if (!tensor.defined() || tensor.layout() != at::kStrided) return;
+ShownTensors CountShown(absl::Span<const c10::IValue> args) {
+  ShownTensors shown;
+  ForEachTensor(args, [&shown](const at::Tensor& tensor, size_t place) {
+    if (tensor.layout() != at::kStrided) return;
     uint64_t bytes = 0;
     if (__builtin_mul_overflow(static_cast<uint64_t>(tensor.numel()), tensor.element_size(),
                                &bytes) ||
-        __builtin_add_overflow(all, bytes, &all)) {
-      all = std::numeric_limits<uint64_t>::max();
+        __builtin_add_overflow(shown.bytes, bytes, &shown.bytes)) {
+      shown.bytes = std::numeric_limits<uint64_t>::max();
     }
-  };
-  for (const c10::IValue& arg : args) {
-    if (arg.isTensor()) add(arg.toTensor());
-    if (!arg.isList() || arg.isIntList() || arg.isDoubleList()) continue;
-    for (const c10::IValue& item : arg.toListRef()) {
-      if (item.isTensor()) add(item.toTensor());
-    }
-  }
-  return all;
+    const bool is_known = !shown.repeating.empty() && shown.repeating.back() == place;
+    if (!is_known && Repeats(tensor)) shown.repeating.push_back(place);
+  });
+  return shown;
 }
 
 absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args) {
@@ -251,14 +294,16 @@ absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> ar
   return absl::OkStatus();
 }
 
-absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args) {
-  const c10::FunctionSchema* schema = nullptr;
-  for (size_t i = 0; i < args.size(); ++i) {
-    if (!Repeats(args[i])) continue;
-    if (schema == nullptr) schema = SchemaOf(name);
-    if (schema == nullptr || i >= schema->arguments().size()) return absl::OkStatus();
-    const c10::Argument& argument = schema->arguments()[i];
+absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args,
+                        const ShownTensors& shown) {
+  if (shown.repeating.empty()) return absl::OkStatus();
+  const std::optional<c10::OperatorHandle> found = FindOperator(name);
+  if (!found.has_value()) return absl::OkStatus();
+  for (const size_t place : shown.repeating) {
+    if (place >= found->schema().arguments().size()) break;
+    const c10::Argument& argument = found->schema().arguments()[place];
     if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
+    if (OnlyTurnsView(*found)) break;
     return absl::InvalidArgumentError(absl::StrCat(
         "argument '", argument.name(), "' is written to, and one of its elements stands for many"));
   }

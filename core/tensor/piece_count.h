@@ -5,8 +5,10 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <cstddef>
 #include <cstdint>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
@@ -22,19 +24,26 @@ bool CutsIntoPieces(absl::string_view name);
 // How many these are. 0 for all other operators, and for arguments that it does not take.
 int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 
-// The bytes of the lists that an operator makes beside tensors. Some grow with the square of the
+// The bytes of the lists that an operator makes beside elements. Some grow with the square of the
 // number n of tensors, though each has but one element: the sizes and strides of the n views of n
 // dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it; and the costs of
 // all products of neighbours of `linalg_multi_dot` and `chain_matmul`. `topk` and `mode` make one,
-// on each thread, of the elements of a dimension. 0 for all other operators, and for arguments that
+// on each thread, of the elements of a dimension. `unique_dim` and its kin make a tensor for each
+// place in a dimension, of which there may be more than tensors in a message. 0 for all other
+// operators, for tensors of CUDA, whose operators do without these lists, and for arguments that
 // these do not take.
 int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args);
 
-// The bytes of all elements of the tensors among the arguments, lists of them too: a view in which
-// one element stands for many counts as if it had them all. Operators make lists of as many, and
-// passes gradients, and no allocation of the operator shows either. Sparse tensors are not counted:
-// their sizes do not say what they hold.
-uint64_t CountArgumentBytes(absl::Span<const c10::IValue> args);
+// What the strided tensors among the arguments show, those in lists of them too.
+struct ShownTensors {
+  // Of all their elements: a view in which one stands for many counts as if it had them all.
+  // Operators make lists of as many, and passes gradients, and no allocation of the operator shows
+  // either. Sparse tensors are not counted: their sizes do not say what they hold.
+  uint64_t bytes = 0;
+  // The places of the arguments that have such a view.
+  absl::InlinedVector<size_t, 4> repeating;
+};
+ShownTensors CountShown(absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for a list of sizes, strides, shifts, repeats or the like that is longer than
 // what any tensor with as many dimensions as may be sent could want: operators make tensors of as
@@ -49,8 +58,10 @@ absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> ar
 
 // kInvalidArgument for a view in which one element stands for many where libtorch takes each to
 // have memory of its own: in what is written to, as `linalg_svdvals.out` does without a look at it,
-// and in the dimension of which `median` and `nanmedian` are asked for.
-absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args);
+// and in the dimension of which `median` and `nanmedian` are asked for. What an operator is said to
+// write to is no such place if only the tensor's sizes and strides change (`unsqueeze_`, `t_`).
+absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args,
+                        const ShownTensors& shown);
 
 }  // namespace distgrad
 

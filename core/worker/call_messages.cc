@@ -65,12 +65,13 @@ std::shared_ptr<SourceNode> CallMessages::MakeSend(const CallHeader& header,
 
 absl::StatusOr<EdgeId> CallMessages::Record(const std::shared_ptr<ContextRecord>& context,
                                             WorkerRank to, std::shared_ptr<SourceNode> send,
-                                            size_t body, Packet* packet) const {
+                                            bool of_operator, size_t body, Packet* packet) const {
   if (context == nullptr) return EdgeId{0};
   DG_RETURN_IF_ERROR(context->AddPeer(to));
   if (send == nullptr) return EdgeId{0};
   // Last, for now next to nothing can keep the edge from being sent.
-  DG_ASSIGN_OR_RETURN(const EdgeId edge, engine_->RecordSend(*context, to, std::move(send)));
+  DG_ASSIGN_OR_RETURN(const EdgeId edge,
+                      engine_->RecordSend(*context, to, std::move(send), of_operator));
   SetEdge(body, edge, packet);
   return edge;
 }

@@ -26,12 +26,12 @@ class CallMessages {
 
   // The steps from a message to a packet: its bytes, which differ by receiver only for tensors of
   // devices; its send node, of the tensors' history as it is then, null where nothing is recorded;
-  // and the edge, unique, 0 for null.
+  // and the edge, unique, 0 for null. `of_operator`: see ContextRecord::SendEnd.
   absl::StatusOr<size_t> Encode(CallHeader& header, const std::shared_ptr<ContextRecord>& context,
                                 WorkerRank to, const Message& message, Packet* packet) const;
   static std::shared_ptr<SourceNode> MakeSend(const CallHeader& header, const Message& message);
   absl::StatusOr<EdgeId> Record(const std::shared_ptr<ContextRecord>& context, WorkerRank to,
-                                std::shared_ptr<SourceNode> send, size_t body,
+                                std::shared_ptr<SourceNode> send, bool of_operator, size_t body,
                                 Packet* packet) const;
 
   // Reads a message, the first step back. Takes the segments out of the packet.

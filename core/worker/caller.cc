@@ -121,8 +121,9 @@ absl::StatusOr<Caller::Outgoing> Caller::Prepare(WorkerRank to, absl::string_vie
 }
 
 Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& options, bool wait) {
-  const absl::StatusOr<EdgeId> edge = parts_.messages.Record(call.context, to, std::move(call.send),
-                                                             call.body, &call.request.packet);
+  const absl::StatusOr<EdgeId> edge =
+      parts_.messages.Record(call.context, to, std::move(call.send), /*of_operator=*/false,
+                             call.body, &call.request.packet);
   if (!edge.ok())
     return Failed(CallError(edge.status(), call.request.function, parts_.agent.Describe(to)));
   Promise<Message> promise;

@@ -619,6 +619,36 @@ TEST_P(CallsTest, WhatListsOfElementsTakeIsBounded) {
   }
 }
 
+// And where it makes a tensor for each place of a dimension.
+TEST_P(CallsTest, WhatAnOperatorMakesForEachPlaceOfADimensionIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const std::vector<std::pair<std::string, std::vector<c10::IValue>>> calls = {
+      {"aten::unique_dim", {0}},
+      {"aten::unique_dim_consecutive", {-2}},
+      {"aten::unique_consecutive", {false, false, 0}},
+  };
+  for (const auto& [name, rest] : calls) {
+    const auto call = [&, &name = name, &rest = rest](const at::Tensor& x) {
+      std::vector<c10::IValue> arguments = {x};
+      arguments.insert(arguments.end(), rest.begin(), rest.end());
+      return worker(0).CallOp(1, name, arguments).status();
+    };
+    const absl::Status status = call(at::ones({5000, 1}));
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << name << ": " << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "it would make lists of 1280000 bytes"))
+        << status;
+    for (const at::Tensor& few : {at::ones({4000, 1}), at::ones({1, 5000})}) {
+      const absl::Status good = call(few);
+      EXPECT_TRUE(good.ok()) << name << ": " << good;
+    }
+  }
+  // Without a dimension there are no such tensors.
+  const absl::Status flat =
+      worker(0).CallOp(1, "aten::unique_consecutive", {at::ones({5000})}).status();
+  EXPECT_TRUE(flat.ok()) << flat;
+}
+
 // libtorch would read or write where nothing of the tensor is.
 TEST_P(CallsTest, AViewIsRefusedWhereEachElementNeedsMemory) {
   Start({.workers = 2});
@@ -629,6 +659,10 @@ TEST_P(CallsTest, AViewIsRefusedWhereEachElementNeedsMemory) {
       {"aten::linalg_svdvals.out", {at::ones({2, 2}), c10::IValue(), view({2})}},
       {"aten::neg.out", {at::ones({3}), view({3})}},
       {"aten::_foreach_neg_", {std::vector<at::Tensor>{at::ones({3}), view({3})}}},
+      // It would be taken to have an element for each of its places already.
+      {"aten::resize_",
+       {view({2, 3, 4, 5}), std::vector<int64_t>{2, 3, 4, 5},
+        static_cast<int64_t>(at::MemoryFormat::ChannelsLast)}},
   };
   for (const auto& [name, arguments] : calls) {
     const absl::Status status = worker(0).CallOp(1, name, arguments).status();
@@ -639,6 +673,10 @@ TEST_P(CallsTest, AViewIsRefusedWhereEachElementNeedsMemory) {
   ASSERT_TRUE(median.ok()) << median.status();
   EXPECT_TRUE((*median)[0].toTensor().equal(at::full({3}, 2.0)));
   EXPECT_TRUE(worker(0).CallOp(1, "aten::neg", {view({3})}).ok());
+  // Nothing is written to an element.
+  const auto turned = worker(0).CallOp(1, "aten::transpose_", {view({2, 3}), 0, 1});
+  ASSERT_TRUE(turned.ok()) << turned.status();
+  EXPECT_TRUE((*turned)[0].toTensor().equal(at::ones({3, 2})));
 }
 
 // Tensors that it makes on its way, of a number, or of tensors without elements.
@@ -799,8 +837,20 @@ TEST_P(CallsTest, WhatTheArgumentsOfAnOperatorShowIsBounded) {
       EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << name << ": " << status;
       EXPECT_TRUE(absl::StrContains(status.message(), "its arguments have elements of")) << status;
       EXPECT_TRUE(absl::StrContains(status.message(), "limit message_bytes is 1048576")) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "send what was expanded as it was before"))
+          << status;
     }
   }
+  // As it was before, it is broadcast by the operator.
+  const at::Tensor queries = at::ones({2, 4, 64, 8}), mask = at::ones({64, 64}).to(at::kBool);
+  const auto attend = [&](const at::Tensor& shown) {
+    return worker(0)
+        .CallOp(1, "aten::scaled_dot_product_attention", {queries, queries, queries, shown})
+        .status();
+  };
+  EXPECT_EQ(attend(mask.expand({200, 4, 64, 64})).code(), StatusCode::kResourceExhausted);
+  const absl::Status attended = attend(mask);
+  EXPECT_TRUE(attended.ok()) << attended;
   Context context = worker(0).NewContext();
   const auto one =
       worker(0).CallOp(1, "aten::select.int", {x.expand({200000}), 0, 0}, {.context = &context});
@@ -808,6 +858,48 @@ TEST_P(CallsTest, WhatTheArgumentsOfAnOperatorShowIsBounded) {
   const absl::Status done = context.Backward({(*one)[0].toTensor()});
   EXPECT_TRUE(done.ok()) << done;
   EXPECT_EQ(context.Gradient(x)->item<float>(), 1);
+}
+
+// What goes in and what comes out is small, and the gradient of what is between them has the sizes
+// to which both are broadcast.
+TEST_P(CallsTest, WhatTheBackwardOfAnOperatorAllocatesIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  const auto take = [&](int64_t rows, int64_t columns) {
+    Context context = worker(0).NewContext();
+    const at::Tensor x = at::ones({1, columns}).requires_grad_();
+    const auto y = worker(0).CallOp(1, "aten::take_along_dim",
+                                    {x, at::zeros({rows, 1}, at::kLong), 1}, {.context = &context});
+    return y.ok() ? context.Backward({(*y)[0].toTensor().sum()}) : y.status();
+  };
+  const absl::Status status = take(4000, 4000);
+  EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
+  for (const char* part : {"worker1", "GatherBackward", "it would allocate 64000000 bytes",
+                           "8 times limit message_bytes is 8388608"}) {
+    EXPECT_TRUE(absl::StrContains(status.message(), part)) << status;
+  }
+  EXPECT_TRUE(take(400, 400).ok());
+
+  // Of arguments that may be sent, a derivative may take more than these have.
+  const at::Tensor x = at::full({120000}, 2.0f).requires_grad_();
+  Context context = worker(0).NewContext();
+  const auto y = worker(0).CallOp(1, "aten::div.Tensor", {x, x}, {.context = &context});
+  ASSERT_TRUE(y.ok()) << y.status();
+  const absl::Status done = context.Backward({(*y)[0].toTensor().sum()});
+  EXPECT_TRUE(done.ok()) << done;
+
+  // What a handler does is its own affair.
+  const at::Tensor p = at::ones({1}).requires_grad_();
+  ASSERT_TRUE(worker(1)
+                  .Register("wide",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              return Message{"", {p.expand({4000, 4000}).select(0, 0).sum()}};
+                            })
+                  .ok());
+  Context own = worker(0).NewContext();
+  const auto reply = worker(0).Call(1, "wide", {}, {.context = &own});
+  ASSERT_TRUE(reply.ok()) << reply.status();
+  const absl::Status ran = own.Backward({reply->tensors[0]});
+  EXPECT_TRUE(ran.ok()) << ran;
 }
 
 // -------------------------------------------------------------------------------- Metrics

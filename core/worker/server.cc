@@ -155,6 +155,7 @@ void Server::Serve(Serving serving) {
     if (function != nullptr) {
       reply = function->handler(serving.request);
     } else if (IsOperator(serving.request.function)) {
+      serving.by_operator = true;
       reply = ServeOperator(serving.request);
     } else {
       reply = NotRegistered(serving.request.function);
@@ -200,10 +201,10 @@ void Server::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
     const CallModesScope modes(header.modes);
     const absl::StatusOr<size_t> body =
         parts_.messages.Encode(header, serving.context, from, *reply, &packet);
-    edge = body.ok()
-               ? parts_.messages.Record(serving.context, from,
-                                        CallMessages::MakeSend(header, *reply), *body, &packet)
-               : body.status();
+    edge = body.ok() ? parts_.messages.Record(serving.context, from,
+                                              CallMessages::MakeSend(header, *reply),
+                                              serving.by_operator, *body, &packet)
+                     : body.status();
   } catch (...) {
     edge = StatusFromException(std::current_exception());
   }
@@ -267,12 +268,16 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
                                                      " tensors; limit tensors_per_message is ",
                                                      parts_.options.limits.tensors_per_message));
   }
-  const uint64_t argument_bytes = CountArgumentBytes(arguments);
-  if (argument_bytes > parts_.options.limits.message_bytes) {
+  const ShownTensors shown = CountShown(arguments);
+  if (shown.bytes > parts_.options.limits.message_bytes) {
     return absl::ResourceExhaustedError(
-        absl::StrCat("its arguments have elements of ", argument_bytes,
+        absl::StrCat("its arguments have elements of ", shown.bytes,
                      " bytes, all of those that a view shows counted; limit message_bytes is ",
-                     parts_.options.limits.message_bytes));
+                     parts_.options.limits.message_bytes,
+                     shown.repeating.empty()
+                         ? ""
+                         : "; most operators expand their arguments themselves, so send what was "
+                           "expanded as it was before, or raise the limit of that worker"));
   }
   const int64_t list_bytes = CountListBytes(request.function, arguments);
   if (static_cast<uint64_t>(list_bytes) > parts_.options.limits.message_bytes) {
@@ -281,7 +286,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
                                                      parts_.options.limits.message_bytes));
   }
   DG_RETURN_IF_ERROR(CheckHeads(request.function, arguments));
-  DG_RETURN_IF_ERROR(CheckViews(request.function, arguments));
+  DG_RETURN_IF_ERROR(CheckViews(request.function, arguments, shown));
   if (parts_.options.serve_operators == ServeOperators::kSafe) {
     DG_RETURN_IF_ERROR(CheckListLengths(request.function, arguments));
   }

@@ -71,7 +71,8 @@ class Server {
     CallHeader header;
     std::shared_ptr<ContextRecord> context;
     Request request;
-    bool by_handler = false;  // the answer is given by a handler of the program's
+    bool by_handler = false;   // the answer is given by a handler of the program's
+    bool by_operator = false;  // the answer is given by one of ATen's operators
   };
 
   void Serve(Serving serving);

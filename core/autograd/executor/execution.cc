@@ -27,6 +27,7 @@
 #include "core/autograd/executor/streams.h"
 #include "core/base/blocking_observer.h"
 #include "core/base/status.h"
+#include "core/tensor/allocation_limit.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -40,6 +41,18 @@ using torch::autograd::variable_list;
 struct Progress {
   std::atomic<uint32_t> missing{0};  // dependencies that have not run; one for a root
   std::atomic<bool> reached{false};
+};
+
+// The limit of what is allocated for a node, if it has one. Stays on its thread.
+class NodeLimit {
+ public:
+  NodeLimit(const ExecutionOptions& options, Graph::Index node) {
+    if (options.limited.empty() || !options.limited[node]) return;
+    limit_.emplace(options.limit_bytes, options.limit_name);
+  }
+
+ private:
+  std::optional<AllocationLimit> limit_;
 };
 
 // A thread that is running nodes. Not thread-safe.
@@ -108,7 +121,7 @@ struct Execution::State : std::enable_shared_from_this<Execution::State> {
 Execution::State::State(std::shared_ptr<const Graph> the_graph, ExecutionOptions the_options,
                         GradientSink* the_sink, const at::ThreadLocalState& the_thread_state)
     : graph(std::move(the_graph)),
-      options(the_options),
+      options(std::move(the_options)),
       sink(the_sink),
       has_devices(!graph->devices().empty()),
       thread_state(the_thread_state),
@@ -181,10 +194,13 @@ void Execution::State::RunRoot(Graph::Index root, variable_list gradients,
   Runner runner(sink);
   try {
     // A source node: what it does is to have its gradients checked.
-    const bool any_reached = absl::c_linear_search(reached, true);
-    variable_list outputs =
-        any_reached ? CallOperator(*entry.node, std::move(gradients), options.retain_graph)
-                    : variable_list(reached.size());
+    variable_list outputs;
+    if (absl::c_linear_search(reached, true)) {
+      const NodeLimit limit(options, root);
+      outputs = CallOperator(*entry.node, std::move(gradients), options.retain_graph);
+    } else {
+      outputs.resize(reached.size());
+    }
     const absl::Span<const Graph::Successor> successors = graph->successors(root);
     for (size_t i = 0; i < successors.size(); ++i) {
       if (successors[i].node == Graph::kNone) continue;
@@ -247,8 +263,13 @@ void Execution::State::RunNode(Graph::Index index, variable_list gradients, Runn
         break;
     }
     const absl::Span<const Graph::Successor> successors = graph->successors(index);
-    variable_list outputs = reached ? CallOperator(node, std::move(gradients), options.retain_graph)
-                                    : variable_list(successors.size());
+    variable_list outputs;
+    if (reached) {
+      const NodeLimit limit(options, index);
+      outputs = CallOperator(node, std::move(gradients), options.retain_graph);
+    } else {
+      outputs.resize(successors.size());
+    }
     runner.nested.CheckLeavesAreGone();
     for (size_t i = 0; i < successors.size(); ++i) {
       if (successors[i].node == Graph::kNone) continue;
@@ -275,6 +296,7 @@ void Execution::State::Arrive(Graph::Successor at, at::Tensor gradient, bool rea
   }
   inputs[entry.first_input + at.input].Add(
       std::move(gradient), [&](at::Tensor held, at::Tensor more) {
+        const NodeLimit limit(options, at.node);
         return AddGradients(*entry.node, std::move(held), std::move(more), home,
                             !home.has_value() || graph->one_stream_per_device());
       });
@@ -308,7 +330,7 @@ void Execution::State::HandOver(uint8_t lane, ReadyNode node) {
 
 Execution::Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options,
                      GradientSink* sink, const at::ThreadLocalState& thread_state)
-    : state_(std::make_shared<State>(std::move(graph), options, sink, thread_state)) {}
+    : state_(std::make_shared<State>(std::move(graph), std::move(options), sink, thread_state)) {}
 
 Execution::~Execution() = default;
 

@@ -30,9 +30,12 @@
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/autograd/executor/device_threads.h"
 #include "core/autograd/executor/graph.h"
@@ -85,6 +88,11 @@ struct ExecutionOptions {
   DeviceThreads* device_threads = nullptr;
   // An object, say the sink's owner, that is kept until the last OnIdle has returned.
   std::shared_ptr<void> keep_alive = nullptr;
+  // Nodes of which each may allocate so many bytes at most (core/tensor/allocation_limit.h), and
+  // the same for adding two gradients up for it; by index. Empty: none.
+  std::vector<bool> limited = {};
+  uint64_t limit_bytes = 0;
+  absl::string_view limit_name = "";  // in errors; outlives the execution
 };
 
 // Whether nodes may run on the calling thread. Not within a node or a post-accumulate hook: the

@@ -143,6 +143,36 @@ TEST(ExecutionErrors, ChecksWhatANodeReturns) {
   EXPECT_TRUE(absl::StrContains(execution.status().message(), "SourceNode")) << execution.status();
 }
 
+// What a node makes, and the sum of two gradients that came for it.
+TEST(ExecutionErrors, ALimitedNodeAllocatesNoMore) {
+  const Tensor wide = Leaf().expand({1000, 2});
+  const Tensor gradient = Full(1).expand({1000, 2});
+  const auto status_of = [](std::vector<std::vector<Tensor>> roots, const Tensor& gradient,
+                            bool limited) {
+    const std::shared_ptr<const Graph> graph = GraphOf(roots);
+    ExecutionOptions options;
+    options.limited.resize(graph->size(), limited);
+    options.limit_bytes = 1000;
+    options.limit_name = "limit of test";
+    RecordingSink sink;
+    Execution execution(graph, options, &sink);
+    for (size_t i = 0; i < roots.size(); ++i) {
+      execution.Feed(static_cast<Graph::Index>(i), {gradient}, {true});
+    }
+    return execution.status();
+  };
+  for (const absl::Status& status : {status_of({{wide.select(0, 1)}}, Full(1), true),
+                                     status_of({{wide}, {wide}}, gradient, true)}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(),
+                                  "it would allocate 16000 bytes, after 0; limit of test is 1000"))
+        << status;
+  }
+  EXPECT_TRUE(status_of({{wide.select(0, 1)}}, Full(1), false).ok());
+  EXPECT_TRUE(status_of({{wide}, {wide}}, gradient, false).ok());
+  EXPECT_TRUE(status_of({{wide}}, gradient, true).ok());
+}
+
 TEST(ExecutionErrors, TheSink) {
   const auto stop = std::make_shared<StopNode>();
   const Tensor received = Full(1);
