@@ -17,14 +17,20 @@ constexpr absl::string_view kUnsafe[] = {
     "from_file",      // maps a file into memory, and can make one
     "record_stream",  // keeps memory of an accelerator
     "set_",           // takes another's storage
-    "set_data",      "set", "resize_storage_bytes_", "resize_storage_bytes",
+    "set_data",
+    "set",
+    "resize_storage_bytes_",
+    "resize_storage_bytes",
+    // These make an object of this process, in memory that no limit sees.
+    "fbgemm_pack_gemm_matrix_fp16",
+    "fbgemm_pack_quantized_matrix",
 };
 
 // Those whose kernels on the CPU take on trust that their arguments fit together, or that indices
 // are in range: called with some that are not, they read or write outside of their tensors, make a
 // sparse tensor that leads other operators there, or go on for minutes. Found by
-// operator_schemas_test.cc, which calls all the others. With their overload, where others have no
-// such flaw.
+// operator_schemas_test.cc and operator_memory_test.cc, which call all the others. With their
+// overload, where others have no such flaw.
 constexpr absl::string_view kTrusting[] = {
     "_foreach_copy",
     "adaptive_max_pool2d_backward",
@@ -45,6 +51,7 @@ constexpr absl::string_view kTrusting[] = {
     "gru",  // these take the number of gates from the sizes of weights
     "gru_cell",
     "linalg_ldl_solve",
+    "linalg_slogdet.out",
     "log_sigmoid.out",  // these write a result of another dtype as if it were the input's
     "log_sigmoid_forward.output",
     "lstm",
@@ -54,6 +61,7 @@ constexpr absl::string_view kTrusting[] = {
     "max_pool3d_with_indices_backward",
     "native_batch_norm",  // batch_norm checks what it hands to it
     "native_batch_norm_backward",
+    "native_channel_shuffle",  // divides by the number of groups, which channel_shuffle checks
     "native_layer_norm_backward",
     "nll_loss_backward",
     "quantized_gru",

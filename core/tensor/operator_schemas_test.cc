@@ -152,7 +152,8 @@ TEST(OperatorSchemas, AllThatIsSafeOnlyComputes) {
   for (const char* name :
        {"aten::from_file", "aten::from_file.out", "aten::_sparse_coo_tensor_unsafe", "aten::set_",
         "aten::set_.source_Storage", "prim::Print", "profiler::_record_function_enter", "aten", "",
-        "aten::_index_put_impl_", "xaten::add", "quantized::add"}) {
+        "aten::_index_put_impl_", "xaten::add", "quantized::add",
+        "aten::fbgemm_pack_quantized_matrix.KN", "aten::fbgemm_pack_gemm_matrix_fp16"}) {
     const absl::Status status = CheckSafe(name);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
   }
@@ -516,7 +517,8 @@ TEST(OperatorSchemas, WhatTrustsItsArgumentsIsRefused) {
         "aten::ctc_loss.IntList", "aten::embedding_bag", "aten::max_pool2d_with_indices_backward",
         "aten::gru.input", "aten::lstm_cell", "aten::repeat_interleave.self_Tensor",
         "aten::sparse_csr_tensor.crow_col_value_size", "aten::sparse_coo_tensor.indices_size",
-        "aten::log_sigmoid.out", "aten::log_sigmoid_forward.output"}) {
+        "aten::log_sigmoid.out", "aten::log_sigmoid_forward.output", "aten::linalg_slogdet.out",
+        "aten::native_channel_shuffle"}) {
     const absl::Status status = CheckSafe(name);
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << name;
     EXPECT_TRUE(absl::StrContains(status.message(), "does not check that its arguments fit"))
@@ -526,7 +528,8 @@ TEST(OperatorSchemas, WhatTrustsItsArgumentsIsRefused) {
   for (const char* name :
        {"aten::rnn_tanh.input", "aten::_foreach_add.List", "aten::embedding",
         "aten::repeat_interleave.self_int", "aten::to_sparse", "aten::sparse_coo_tensor.indices",
-        "aten::nll_loss", "aten::log_sigmoid", "aten::log_sigmoid_forward"}) {
+        "aten::nll_loss", "aten::log_sigmoid", "aten::log_sigmoid_forward", "aten::linalg_slogdet",
+        "aten::channel_shuffle"}) {
     EXPECT_TRUE(CheckSafe(name).ok()) << name;
   }
 }
