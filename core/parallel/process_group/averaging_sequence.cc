@@ -1,26 +1,21 @@
 // Guards what averages do, and follows which ranks are active.
 #include "core/parallel/process_group/averaging_sequence.h"
 
-#include <exception>
-
 #include "core/base/status.h"
-#include "core/tensor/exception.h"
 
 namespace distgrad {
+namespace {
+
+constexpr char kWhat[] = "averaging gradients";
+
+}  // namespace
+
+absl::Status AveragingSequence::MayBegin() {
+  return group_->status().ok() ? group_->MayBegin(kWhat) : absl::OkStatus();
+}
 
 absl::Status AveragingSequence::Run(absl::FunctionRef<absl::Status()> part) {
-  absl::Status status = group_->status();
-  if (status.ok()) {
-    try {
-      status = part();
-    } catch (...) {
-      status = StatusFromException(std::current_exception());
-    }
-    if (!status.ok()) {
-      group_->Fail(Annotate(status, "averaging gradients"));
-      status = group_->status();
-    }
-  }
+  const absl::Status status = group_->RunForOthers(kWhat, part);
   if (!status.ok()) {
     for (Driver* driver : drivers_) driver->Drop();
   }

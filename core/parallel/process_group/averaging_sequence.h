@@ -46,6 +46,11 @@ class AveragingSequence {
   absl::Mutex& mu() ABSL_LOCK_RETURNED(mu_) { return mu_; }
   ProcessGroup& group() const { return *group_; }
 
+  // OK if this thread may begin an average now, or if the group has failed, of which Run() tells.
+  // Else why it may not: then nothing has failed. To be asked before the first part of an average
+  // of which the other ranks have seen nothing.
+  absl::Status MayBegin() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
   // Runs a part of an average. An error, or what `part` throws, fails the group, for it would leave
   // the other ranks waiting; and nothing runs once the group has failed.
   absl::Status Run(absl::FunctionRef<absl::Status()> part) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

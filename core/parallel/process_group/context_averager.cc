@@ -67,6 +67,10 @@ absl::Status ContextAverager::GiveUp() {
   return absl::OkStatus();
 }
 
+bool ContextAverager::HasBegun() const {
+  return followed_.has_value() && followed_->round.begun() > 0;
+}
+
 void ContextAverager::Drop() {
   if (followed_.has_value()) followed_->following->SetDone();
   followed_.reset();
@@ -110,6 +114,10 @@ void ContextAverager::OnGradient(const Following& following, const ContextRecord
   if (known == numbers_.end()) return;
   absl::MutexLock lock(&sequence_.mu());
   if (!followed_.has_value() || followed_->following != &following) return;
+  if (!HasBegun()) {
+    const absl::Status may_begin = sequence_.MayBegin();
+    if (!may_begin.ok()) throw StatusError(may_begin);
+  }
   const absl::Status status = sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(
                                                 sequence_.mu()) -> absl::Status {
     auto& [unused, round, touched, missing] = *followed_;
@@ -135,6 +143,7 @@ void ContextAverager::OnGradient(const Following& following, const ContextRecord
 
 absl::Status ContextAverager::Average(ContextRecord& context) {
   absl::MutexLock lock(&sequence_.mu());
+  if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     const bool follows = followed_.has_value() && followed_->following->Is(context);
@@ -168,6 +177,7 @@ absl::Status ContextAverager::Finish(ContextRecord& context, AveragingRound& rou
 absl::StatusOr<bool> ContextAverager::Join(ContextRecord& context, bool keep_gradients) {
   absl::MutexLock lock(&sequence_.mu());
   DG_RETURN_IF_ERROR(sequence_.group().status());
+  if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, context.GradientsOf(leaves_));
   for (size_t k = 0; k < gradients.size() && !keep_gradients; ++k) {
     if (!gradients[k].defined()) continue;

@@ -59,6 +59,8 @@ class ContextAverager : public AveragingSequence::Driver {
   void OnGradient(const Following& following, const ContextRecord& context, const at::Tensor& leaf);
   void OnContextEnd(const Following& following);
 
+  // Whether the other ranks have seen something of the context that is followed.
+  bool HasBegun() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Fails the group if averages of the context that is followed have begun.
   void FailFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Averages the gradients of a context with what has begun.

@@ -35,17 +35,32 @@ struct GradientAverager::Parts {
 absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
     std::shared_ptr<ProcessGroup> group, std::vector<NamedTensor> parameters,
     std::vector<NamedTensor> buffers, GradientAveragerOptions options) {
+  constexpr char kWhat[] = "making an averager of gradients";
   if (group == nullptr) return absl::InvalidArgumentError("an averager needs a process group");
-  ReplicatedTensors tensors(group, parameters, buffers);
-  DG_RETURN_IF_ERROR(tensors.CheckParameters());
-  DG_RETURN_IF_ERROR(tensors.CheckSame(absl::StrCat(
-      "buckets of ", options.bucket_bytes, " bytes, the first of ", options.first_bucket_bytes,
-      options.divide_by_active ? ", divided by the active ranks" : "")));
-  DG_RETURN_IF_ERROR(tensors.Broadcast(0));
-  const auto parts = std::make_shared<Parts>(group, std::move(tensors), options);
-  if (options.in_backward) {
-    parts->hooks.AddHooks(std::shared_ptr<HookAverager>(parts, &parts->hooks));
-  }
+  DG_RETURN_IF_ERROR(group->MayBegin(kWhat));
+  std::shared_ptr<Parts> parts;
+  absl::Status wrong;  // of the arguments: the group goes on
+  DG_RETURN_IF_ERROR(group->RunForOthers(kWhat, [&]() -> absl::Status {
+    ReplicatedTensors tensors(group, parameters, buffers);
+    wrong = tensors.CheckParameters();
+    if (!wrong.ok()) return absl::OkStatus();
+    DG_ASSIGN_OR_RETURN(const std::string difference,
+                        tensors.Difference(absl::StrCat(
+                            "buckets of ", options.bucket_bytes, " bytes, the first of ",
+                            options.first_bucket_bytes,
+                            options.divide_by_active ? ", divided by the active ranks" : "")));
+    if (!difference.empty()) {
+      wrong = absl::InvalidArgumentError(difference);
+      return absl::OkStatus();
+    }
+    DG_RETURN_IF_ERROR(tensors.Broadcast(0));
+    parts = std::make_shared<Parts>(group, std::move(tensors), options);
+    if (options.in_backward) {
+      parts->hooks.AddHooks(std::shared_ptr<HookAverager>(parts, &parts->hooks));
+    }
+    return absl::OkStatus();
+  }));
+  DG_RETURN_IF_ERROR(wrong);
   return std::unique_ptr<GradientAverager>(new GradientAverager(parts));
 }
 

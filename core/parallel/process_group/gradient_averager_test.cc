@@ -276,6 +276,26 @@ TEST(GradientAveragerTest, RefusesWhatIsNoParameter) {
   });
 }
 
+// Before the first collective, or between two: the others wait for this rank in the next one.
+TEST(GradientAveragerTest, ARankThatFailsWhileAnAveragerIsMadeFailsTheOthersAtOnce) {
+  RunRanks(2,
+           [](Group group) {
+             std::vector<NamedTensor> buffers = {{"b", torch::ones({2})}};
+             if (group->rank() == 1) {
+               // It has no sizes to compare, and says so by an exception.
+               buffers[0].tensor = at::_nested_tensor_from_tensor_list(
+                   {torch::ones({1}), torch::ones({2})}, at::kFloat);
+             }
+             const absl::Status status =
+                 GradientAverager::Create(group, {{"w", Parameter({2})}}, buffers).status();
+             EXPECT_FALSE(status.ok());
+             EXPECT_EQ(group->status(), status);
+             EXPECT_TRUE(Contains(status, "making an averager of gradients")) << status;
+             EXPECT_TRUE(Contains(status, "sizes")) << status;
+           },
+           {.timeout = absl::Minutes(30)});
+}
+
 TEST(GradientAveragerTest, AverageWithoutHooks) {
   RunRanks(2, [](Group group) {
     const Tensor a = Parameter({2}), b = Parameter({2}), c = Parameter({2});

@@ -67,6 +67,7 @@ void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
   absl::MutexLock lock(&sequence_.mu());
   touched_[parameter] = true;
   if (no_sync_ > 0) return;
+  if (!HasBegun()) ThrowIfError(sequence_.MayBegin());
   ThrowIfError(sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     if (!round_.has_value()) OpenRound();
@@ -102,10 +103,14 @@ bool HookAverager::AwaitBackwardEnd() {
 
 void HookAverager::OnBackwardEnd() {
   absl::MutexLock lock(&sequence_.mu());
-  if (round_.has_value()) {
-    ThrowIfError(sequence_.Run(
-        [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return FinishRound(); }));
+  if (!round_.has_value()) return;
+  if (!HasBegun()) {
+    const absl::Status may_begin = sequence_.MayBegin();
+    if (!may_begin.ok()) round_.reset();  // the next backward has its own
+    ThrowIfError(may_begin);
   }
+  ThrowIfError(
+      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return FinishRound(); }));
 }
 
 void HookAverager::OnNestedBackwardEnd() {
@@ -126,8 +131,7 @@ void HookAverager::OnNestedBackwardEnd() {
 
 void HookAverager::OnBackwardAbandoned() {
   absl::MutexLock lock(&sequence_.mu());
-  // Before its first bucket the others have seen nothing of it.
-  if (round_.has_value() && round_->begun() > 0) FailRound("a backward failed");
+  if (HasBegun()) FailRound("a backward failed");
   round_.reset();
 }
 
@@ -139,6 +143,8 @@ absl::Status HookAverager::GiveUp() {
 }
 
 // ---------------------------------------------------------------------------------------- Rounds
+
+bool HookAverager::HasBegun() const { return round_.has_value() && round_->begun() > 0; }
 
 void HookAverager::OpenRound(bool active) {
   round_.emplace(sequence_.NewRound(active));
@@ -208,6 +214,7 @@ absl::Status HookAverager::FinishRound() {
 
 absl::Status HookAverager::Average() {
   absl::MutexLock lock(&sequence_.mu());
+  if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
     DG_RETURN_IF_ERROR(GiveUp());
     if (!in_backward_) {
@@ -251,6 +258,7 @@ absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
 
 absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
   absl::MutexLock lock(&sequence_.mu());
+  if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   // The gradients of a backward that runs are not to be looked at.
   DG_RETURN_IF_ERROR(
       sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return GiveUp(); }));

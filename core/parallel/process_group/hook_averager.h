@@ -53,6 +53,8 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   using Seen = std::pair<const c10::TensorImpl*, int64_t>;
   static Seen SeenOf(const at::Tensor& gradient);
 
+  // Whether the other ranks have seen something of the average that is open.
+  bool HasBegun() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   void OpenRound(bool active = true) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Hears of the end of the backward that this thread runs; false if it runs none.
   bool AwaitBackwardEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());

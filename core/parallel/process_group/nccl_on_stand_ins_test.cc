@@ -1,11 +1,14 @@
 // Groups over NCCL, on stand-ins for NCCL and CUDA: how ranks of one process connect, add, fail and
 // leave, and that nothing waits without a deadline for one that does not.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/full.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -27,6 +30,7 @@
 #include "core/membership/store.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/net/cluster_key.h"
+#include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/group_security.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/parallel/process_group/process_group.h"
@@ -399,13 +403,62 @@ TEST(NcclOnStandInsTest, ItIsRefusedWhileTheStreamIsCaptured) {
   {
     const c10::StreamGuard on_stream(stream);
     const fake_cuda::Capture capture(stream.stream());
-    const absl::Status status = (*group)->BeginSum(tensor, What()).status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "captured into a graph")) << status;
+    // The stand-in has no kernels: to pack a bucket would end the process.
+    for (const absl::Status& status :
+         {(*group)->BeginSum(tensor, What()).status(), (*group)->Average({tensor}),
+          (*group)->Broadcast({tensor}),
+          GradientAverager::Create(*group, {{"w", tensor}}, {}).status()}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "captured into a graph")) << status;
+    }
+    EXPECT_TRUE(capture.intact());
   }
   const auto running = (*group)->BeginSum(tensor, What());
   ASSERT_TRUE(running.ok()) << "the group has failed: " << running.status();
   EXPECT_TRUE((*group)->Wait(**running).ok());
+}
+
+// CUDA does not say of the default stream that it is captured: to ask is an error, while one that
+// waits for it is.
+TEST(NcclOnStandInsTest, ItIsRefusedOnTheDefaultStreamWhileOneThatWaitsForItIsCaptured) {
+  const auto group = Join(NewInProcessStore(), 0, 1);
+  ASSERT_TRUE(group.ok()) << group.status();
+  const at::Tensor tensor = On(0, 1);
+  cudaStream_t waits = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithPriority(&waits, cudaStreamDefault, 0), cudaSuccess);
+  for (const int current : {0, 1}) {
+    const c10::DeviceGuard guard(Gpu(current));
+    const fake_cuda::Capture capture(waits);
+    const absl::Status status = (*group)->BeginSum(tensor, What()).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "captured into a graph")) << status;
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "it would be that of whatever comes next";
+    EXPECT_TRUE(capture.intact());
+  }
+  EXPECT_EQ(cudaStreamDestroy(waits), cudaSuccess);
+  const auto running = (*group)->BeginSum(tensor, What());
+  ASSERT_TRUE(running.ok()) << "the group has failed: " << running.status();
+  EXPECT_TRUE((*group)->Wait(**running).ok());
+}
+
+// NCCL does not add them, and they are the caller's own: float16 is divided before it is added. The
+// stand-in has no kernels, so to divide would end the process.
+TEST(NcclOnStandInsTest, WhatNcclDoesNotTakeIsRefusedBeforeItIsChanged) {
+  const auto group = Join(NewInProcessStore(), 0, 1);
+  ASSERT_TRUE(group.ok()) << group.status();
+  const at::Tensor values = at::full({2}, 3, at::kHalf);
+  const at::Tensor sparse =
+      at::_sparse_coo_tensor_unsafe(at::arange(2).view({1, 2}).to(Gpu(0)), values.to(Gpu(0)), {4});
+  for (const at::Tensor& bad : {sparse, values}) {
+    for (const absl::Status& status : {(*group)->Average({bad}), (*group)->Broadcast({bad})}) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "NCCL takes dense tensors of a GPU"))
+          << status;
+    }
+  }
+  EXPECT_TRUE(sparse._values().cpu().equal(values));
+  EXPECT_TRUE((*group)->status().ok()) << (*group)->status();
+  EXPECT_EQ((*group)->collectives(), 0);
 }
 
 // It is not left to the others' deadline: whatever CUDA is asked for fails from then on.

@@ -256,7 +256,7 @@ void ProcessGroup::Fail(const absl::Status& why) {
   }
 }
 
-absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::string& what,
+absl::Status ProcessGroup::Failed(std::exception_ptr exception, absl::string_view what,
                                   absl::Duration timeout) {
   absl::Status status = StatusFromException(std::move(exception));
   const bool in_words = status.code() == absl::StatusCode::kInternal;
@@ -277,20 +277,46 @@ absl::Status ProcessGroup::Failed(std::exception_ptr exception, const std::strin
   return this->status();
 }
 
+absl::Status ProcessGroup::MayBegin(absl::string_view what) {
+  DG_RETURN_IF_ERROR(status());
+  if (backend_->may_begin == nullptr) return absl::OkStatus();
+  try {
+    return Annotate(backend_->may_begin(), absl::StrCat(who_, ": ", what));
+  } catch (...) {
+    return Failed(std::current_exception(), what, options_.timeout);
+  }
+}
+
+absl::Status ProcessGroup::RunForOthers(absl::string_view what,
+                                        absl::FunctionRef<absl::Status()> part) {
+  DG_RETURN_IF_ERROR(status());
+  absl::Status wrong;
+  try {
+    wrong = part();
+  } catch (...) {
+    wrong = StatusFromException(std::current_exception());
+  }
+  if (wrong.ok()) return wrong;
+  Fail(Annotate(wrong, what));
+  return status();
+}
+
+absl::Status ProcessGroup::CheckTensor(const at::Tensor& tensor, absl::string_view what) const {
+  if (!device_.is_cuda() || (tensor.is_cuda() && tensor.layout() == at::kStrided)) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(c10::str(who_, ": ", what,
+                                             ": NCCL takes dense tensors of a GPU, and one is ",
+                                             tensor.layout(), " on ", tensor.device()));
+}
+
 absl::StatusOr<std::shared_ptr<ProcessGroup::Running>> ProcessGroup::Begin(const at::Tensor& tensor,
                                                                            const std::string& what,
                                                                            int root) {
-  if (device_.is_cuda() && !(tensor.is_cuda() && tensor.layout() == at::kStrided)) {
-    return absl::InvalidArgumentError(c10::str(who_, ": ", what,
-                                               ": NCCL takes dense tensors of a GPU, and one is ",
-                                               tensor.layout(), " on ", tensor.device()));
-  }
+  DG_RETURN_IF_ERROR(CheckTensor(tensor, what));
+  DG_RETURN_IF_ERROR(MayBegin(what));
   std::vector<at::Tensor> tensors = {tensor};
   try {
-    if (backend_->may_begin != nullptr) {
-      const absl::Status may = backend_->may_begin();
-      if (!may.ok()) return Annotate(may, absl::StrCat(who_, ": ", what));
-    }
     absl::MutexLock lock(backend_->begins_may_wait ? &backend_->begins : &beginning);
     DG_RETURN_IF_ERROR(status());
     ++collectives_;
@@ -327,37 +353,38 @@ absl::Status ProcessGroup::Wait(Running& running) {
 absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
   const std::string what = absl::StrCat("averaging ", tensors.size(), " tensors");
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].defined() || HasAverages(tensors[i].scalar_type())) continue;
+    if (!tensors[i].defined()) continue;
+    DG_RETURN_IF_ERROR(CheckTensor(tensors[i], what));
+    if (HasAverages(tensors[i].scalar_type())) continue;
     return absl::InvalidArgumentError(absl::StrCat(who_, ": ", what, ": tensor ", i, " is of ",
                                                    c10::toString(tensors[i].scalar_type()),
                                                    ", which has no averages"));
   }
-  bool others_may_wait = false;  // for what this rank does not begin
-  try {
-    const at::NoGradGuard no_grad;
-    const std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes);
-    std::vector<at::Tensor> sums;
-    std::vector<std::shared_ptr<Running>> running;
-    absl::Status status;
-    others_may_wait = true;
+  DG_RETURN_IF_ERROR(MayBegin(what));
+  const at::NoGradGuard no_grad;
+  std::vector<Bucket> buckets;
+  std::vector<at::Tensor> sums;
+  std::vector<std::shared_ptr<Running>> running;
+  absl::Status status = RunForOthers(what, [&]() -> absl::Status {
+    buckets = AssignBuckets(tensors, kBucketBytes);
     for (const Bucket& bucket : buckets) {
       sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
       if (DividesFirst(bucket.dtype)) sums.back().div_(options_.size);
-      absl::StatusOr<std::shared_ptr<Running>> begun = BeginSum(sums.back(), what);
-      status.Update(begun.status());
-      if (!begun.ok()) break;
-      running.push_back(*std::move(begun));
+      DG_ASSIGN_OR_RETURN(auto begun, BeginSum(sums.back(), what));
+      running.push_back(std::move(begun));
     }
-    others_may_wait = false;
-    for (const auto& each : running) status.Update(Wait(*each));
-    DG_RETURN_IF_ERROR(status);
+    return absl::OkStatus();
+  });
+  for (const auto& each : running) status.Update(Wait(*each));
+  DG_RETURN_IF_ERROR(status);
+  // The others have their averages, whatever becomes of this rank's.
+  try {
     for (size_t i = 0; i < buckets.size(); ++i) {
       if (!DividesFirst(buckets[i].dtype)) sums[i].div_(options_.size);
       if (buckets[i].flat) Unpack(buckets[i], sums[i], tensors);
     }
     return absl::OkStatus();
   } catch (...) {
-    if (others_may_wait) return Failed(std::current_exception(), what, options_.timeout);
     return Annotate(StatusFromException(std::current_exception()), absl::StrCat(who_, ": ", what));
   }
 }
@@ -367,22 +394,41 @@ absl::Status ProcessGroup::Broadcast(absl::Span<const at::Tensor> tensors, int r
   if (root < 0 || root >= options_.size) {
     return absl::InvalidArgumentError(absl::StrCat(who_, ": ", what, ": there is no such rank"));
   }
-  bool others_may_wait = false;  // for what this rank does not begin
-  try {
-    const at::NoGradGuard no_grad;
-    for (const Bucket& bucket : AssignBuckets(tensors, kBucketBytes)) {
-      TORCH_CHECK_VALUE(bucket.flat, "tensor ", bucket.slots[0].tensor, " is not dense");
-      others_may_wait = true;
-      const at::Tensor flat = Pack(bucket, tensors);
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined()) DG_RETURN_IF_ERROR(CheckTensor(tensor, what));
+  }
+  DG_RETURN_IF_ERROR(MayBegin(what));
+  const at::NoGradGuard no_grad;
+  absl::Status not_dense;
+  Bucket bucket;
+  at::Tensor flat;
+  const auto unpack = [&] {
+    if (flat.defined() && options_.rank != root) Unpack(bucket, flat, tensors);
+  };
+  DG_RETURN_IF_ERROR(RunForOthers(what, [&]() -> absl::Status {
+    std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes);
+    for (const Bucket& each : buckets) {
+      if (each.flat) continue;
+      not_dense = absl::InvalidArgumentError(
+          absl::StrCat(who_, ": ", what, ": tensor ", each.slots[0].tensor, " is not dense"));
+      return absl::OkStatus();  // nothing has begun, and nothing failed
+    }
+    for (Bucket& each : buckets) {
+      unpack();  // the one before; the others are at this one
+      bucket = std::move(each);
+      flat = Pack(bucket, tensors);
       // As bytes: backends do not know all dtypes.
       DG_ASSIGN_OR_RETURN(const auto running, Begin(flat.view(at::kByte), what, root));
       DG_RETURN_IF_ERROR(Wait(*running));
-      if (options_.rank != root) Unpack(bucket, flat, tensors);
-      others_may_wait = false;
     }
     return absl::OkStatus();
+  }));
+  DG_RETURN_IF_ERROR(not_dense);
+  // The others have theirs, whatever becomes of this rank's.
+  try {
+    unpack();
+    return absl::OkStatus();
   } catch (...) {
-    if (others_may_wait) return Failed(std::current_exception(), what, options_.timeout);
     return Annotate(StatusFromException(std::current_exception()), absl::StrCat(who_, ": ", what));
   }
 }

@@ -26,8 +26,10 @@
 #include <string>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -99,12 +101,25 @@ class ProcessGroup {
 
   // Averages in place: each tensor becomes the average of those of all ranks. They have the same
   // shapes and dtypes on all ranks, which is not checked, and are packed into few collectives.
-  // kInvalidArgument, before anything begins, unless all are half, bfloat16, float, double or
-  // complex of the last two.
+  // Before anything begins, and the group goes on: kInvalidArgument unless all are half, bfloat16,
+  // float, double or complex of the last two, and, over NCCL, dense and on a GPU; what MayBegin()
+  // says. An error of this rank while the others wait for it, as a lack of memory, fails the group.
   absl::Status Average(absl::Span<const at::Tensor> tensors);
 
-  // Broadcasts in place: each tensor becomes that of `root`. It has any dtype; else as above.
+  // Broadcasts in place: each tensor becomes that of `root`. It is dense, and has any dtype; else
+  // as above.
   absl::Status Broadcast(absl::Span<const at::Tensor> tensors, int root = 0);
+
+  // OK if this thread may begin a collective now. Else the group's first error; or why it may not
+  // now, kFailedPrecondition, and then nothing has failed: over NCCL its current stream is being
+  // captured into a CUDA graph. `what` is for messages.
+  absl::Status MayBegin(absl::string_view what);
+
+  // Runs what this rank does while the other ranks wait for it, or soon will: what precedes a
+  // collective, and collectives themselves. An error of `part`, or what it throws, fails the group,
+  // so that they do not wait until their time-out; then the group's error is the result. Nothing
+  // runs once the group has failed. `what` is for messages. May be nested.
+  absl::Status RunForOthers(absl::string_view what, absl::FunctionRef<absl::Status()> part);
 
   // Begins to add up a tensor, without gaps or sparse, in place; it is not to be touched until
   // Wait() has returned. `what` is for messages, and outlives that.
@@ -125,9 +140,10 @@ class ProcessGroup {
 
   absl::StatusOr<std::shared_ptr<Running>> Begin(const at::Tensor& tensor, const std::string& what,
                                                  int root);
+  // kInvalidArgument for a tensor that the backend does not take.
+  absl::Status CheckTensor(const at::Tensor& tensor, absl::string_view what) const;
   // `timeout`: what a rank that is late has exceeded.
-  absl::Status Failed(std::exception_ptr exception, const std::string& what,
-                      absl::Duration timeout);
+  absl::Status Failed(std::exception_ptr exception, absl::string_view what, absl::Duration timeout);
 
   // Constant after construction.
   const ProcessGroupOptions options_;

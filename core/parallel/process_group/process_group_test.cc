@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/eye.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -331,6 +332,50 @@ TEST(ProcessGroupTest, ARankThatLacksMemoryFailsTheOthersAtOnce) {
              },
              {.timeout = absl::Minutes(30)});
   }
+}
+
+// The others have what they wanted, and are not to lose the group by it.
+TEST(ProcessGroupTest, WhatARankCannotStoreAtTheEndIsItsOwnError) {
+  for (const bool sum : {true, false}) {
+    RunRanks(2,
+             [&](std::shared_ptr<ProcessGroup> group) {
+               const bool fails = group->rank() == 1;
+               // Nobody can write to one whose elements share their memory.
+               const Tensor tensor = fails ? at::ones({1}).expand({4}) : at::ones({4});
+               const absl::Status status =
+                   sum ? group->Average({tensor}) : group->Broadcast({tensor});
+               EXPECT_EQ(status.ok(), !fails) << status;
+               EXPECT_TRUE(group->status().ok()) << group->status();
+               const absl::Status next = group->Average({at::ones({3})});
+               EXPECT_TRUE(next.ok()) << next;
+             },
+             {.timeout = absl::Minutes(30)});
+  }
+}
+
+// In the first of two buckets, one for each dtype: the others are at the second one.
+TEST(ProcessGroupTest, WhatARankCannotStoreInBetweenFailsTheOthersAtOnce) {
+  RunRanks(2,
+           [&](std::shared_ptr<ProcessGroup> group) {
+             const bool fails = group->rank() == 1;
+             const Tensor tensor = fails ? at::ones({1}).expand({4}) : at::ones({4});
+             const absl::Status status = group->Broadcast({tensor, at::ones({4}, at::kDouble)});
+             EXPECT_FALSE(status.ok());
+             EXPECT_EQ(group->status(), status);
+             EXPECT_TRUE(Contains(status, "single memory location")) << status;
+           },
+           {.timeout = absl::Minutes(30)});
+}
+
+TEST(ProcessGroupTest, WhatIsNotDenseIsNotBroadcastAndHarmsNobody) {
+  RunRanks(2, [](std::shared_ptr<ProcessGroup> group) {
+    const int64_t before = group->collectives();
+    const absl::Status status = group->Broadcast({at::ones({2}), at::eye(2).to_sparse()});
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "tensor 1 is not dense")) << status;
+    EXPECT_EQ(group->collectives(), before) << "nothing was begun";
+    EXPECT_TRUE(group->Broadcast({at::ones({2})}).ok());
+  });
 }
 
 TEST(ProcessGroupTest, ARankThatIsSilentIsAnErrorInTime) {

@@ -88,7 +88,7 @@ std::string ReplicatedTensors::Describe(const std::string& settings) const {
   return absl::StrJoin(lines, "\n");
 }
 
-absl::Status ReplicatedTensors::CheckSame(const std::string& settings) const {
+absl::StatusOr<std::string> ReplicatedTensors::Difference(const std::string& settings) const {
   const std::string mine = Describe(settings);
   std::string first = mine;
   DG_RETURN_IF_ERROR(BroadcastText(*group_, 0, &first));
@@ -109,11 +109,10 @@ absl::Status ReplicatedTensors::CheckSame(const std::string& settings) const {
     if (number == 0) continue;
     std::string theirs = here[std::min<size_t>(number, here.size()) - 1];
     DG_RETURN_IF_ERROR(BroadcastText(*group_, rank, &theirs));
-    return absl::InvalidArgumentError(
-        absl::StrCat("process group '", group_->name(), "': rank ", rank, " has ", theirs,
-                     ", and rank 0 has ", there[std::min<size_t>(number, there.size()) - 1]));
+    return absl::StrCat("process group '", group_->name(), "': rank ", rank, " has ", theirs,
+                        ", and rank 0 has ", there[std::min<size_t>(number, there.size()) - 1]);
   }
-  return absl::OkStatus();
+  return "";
 }
 
 absl::Status ReplicatedTensors::CheckFrozen() const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "core/parallel/process_group/named_tensor.h"
 #include "core/parallel/process_group/process_group.h"
 
@@ -26,9 +27,9 @@ class ReplicatedTensors {
 
   // Returns kInvalidArgument for a parameter that cannot be averaged. No rank hears of another's.
   absl::Status CheckParameters() const;
-  // Returns kInvalidArgument, on every rank, which names the first rank and tensor that differ from
-  // rank 0's, and where `settings` differ.
-  absl::Status CheckSame(const std::string& settings) const;
+  // Says, on every rank, which rank and tensor are the first that differ from rank 0's, or where
+  // `settings` differ; "" if nothing does.
+  absl::StatusOr<std::string> Difference(const std::string& settings) const;
   // Returns kFailedPrecondition if a frozen one requires grad by now.
   absl::Status CheckFrozen() const;
 

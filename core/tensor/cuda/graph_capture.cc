@@ -2,6 +2,7 @@
 // builds with CUDA.
 #include "core/tensor/graph_capture.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
@@ -14,6 +15,7 @@ void OutsideOfCaptures(absl::FunctionRef<void()> run) {
 }
 
 bool IsCaptured(c10::Stream stream) {
+  const c10::DeviceGuard of_stream(stream.device());  // CUDA has one name for all default streams
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(c10::cuda::CUDAStream(stream).stream(), &status);
   if (error == cudaErrorStreamCaptureImplicit) {

@@ -69,9 +69,10 @@ void Machine::Push(Stream* stream, Stream::Step step) {
   changed_.notify_all();
 }
 
-Stream* Machine::NewStream(int device) {
+Stream* Machine::NewStream(int device, bool blocking) {
   auto* stream = new Stream;
   stream->device = device;
+  stream->blocking = blocking;
   const std::lock_guard<std::mutex> lock(mu_);
   streams_.push_back(stream);
   return stream;
@@ -215,6 +216,13 @@ bool Machine::IsCaptured(const Stream* stream) {
   const std::lock_guard<std::mutex> lock(mu_);
   return std::any_of(captures_.begin(), captures_.end(),
                      [=](const CaptureState& each) { return each.stream == stream; });
+}
+
+bool Machine::IsBlockingStreamCaptured(int device) {
+  const std::lock_guard<std::mutex> lock(mu_);
+  return std::any_of(captures_.begin(), captures_.end(), [=](const CaptureState& each) {
+    return each.stream->blocking && each.stream->device == device;
+  });
 }
 
 bool Machine::IsIntact(int capture) {

@@ -32,6 +32,7 @@ struct Stream {
     std::shared_ptr<Mark> mark = nullptr;
   };
   int device = 0;
+  bool blocking = false;  // of which captures alone take note
   int held = 0;
   std::deque<Step> steps;
 };
@@ -65,7 +66,8 @@ class Machine {
 
   // What null and the runtime's two other names of it stand for, on this device.
   Stream* DefaultStream(int device) { return &default_streams_[device]; }
-  Stream* NewStream(int device);
+  // `blocking`: it waits for the device's default stream, and that one for it.
+  Stream* NewStream(int device, bool blocking);
   // Deletes a stream once it has run.
   void Delete(Stream* stream);
 
@@ -102,6 +104,8 @@ class Machine {
   int BeginCapture(const Stream* stream, CaptureMode mode);
   void EndCapture(int number);
   bool IsCaptured(const Stream* stream);
+  // Whether one is captured for which the device's default stream would wait.
+  bool IsBlockingStreamCaptured(int device);
   bool IsIntact(int capture);
   // Whether captures refuse this thread, which is of this mode, something that is not safe beside
   // them: then they end. Always where it would wait for a stream that is captured, if one is given.

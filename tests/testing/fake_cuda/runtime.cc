@@ -141,6 +141,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "device not ready";
     case cudaErrorIllegalAddress:
       return "an illegal memory access was encountered";
+    case cudaErrorStreamCaptureImplicit:
+      return "operation would make the legacy stream depend on a capturing blocking stream";
     case cudaErrorStreamCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     default:
@@ -199,8 +201,9 @@ cudaError_t cudaMemsetAsync(void* data, int value, size_t size, cudaStream_t str
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  *stream = reinterpret_cast<cudaStream_t>(machine().NewStream(current_device));
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  *stream = reinterpret_cast<cudaStream_t>(
+      machine().NewStream(current_device, /*blocking=*/(flags & cudaStreamNonBlocking) == 0));
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
@@ -229,6 +232,10 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   if (IsBroken()) return Breakage();
+  if (StreamOf(stream) == machine().DefaultStream(current_device) &&
+      machine().IsBlockingStreamCaptured(current_device)) {
+    return Fail(cudaErrorStreamCaptureImplicit);
+  }
   *status = stream != nullptr && machine().IsCaptured(StreamOf(stream))
                 ? cudaStreamCaptureStatusActive
                 : cudaStreamCaptureStatusNone;
