@@ -424,6 +424,46 @@ TEST_F(NcclCollectivesTest, NothingIsWatchedWhileNothingRuns) {
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
 }
 
+// As at the end of a process, when CUDA is gone soon.
+TEST_F(NcclCollectivesTest, NothingIsAskedOfTheDevicesOnceAllHaveLeft) {
+  NcclPool pool(Platform(), &clock_);
+  const auto communicators = pool.Get(devices_, absl::Seconds(5));
+  ASSERT_TRUE(communicators.ok()) << communicators.status();
+  NcclCollectives collectives(*communicators, {});
+  script_.query = [](const c10::Event&) { return false; };
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
+  EXPECT_NE(clock_.NextTimer(), absl::InfiniteFuture());
+  pool.Leave();
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+  script_.query = [](const c10::Event& end) { return end.query(); };
+}
+
+// Who asks may wait for the devices, until a deadline ends that.
+TEST_F(NcclCollectivesTest, WhoIsAskingTheDevicesIsWaitedForAndDeadlinesHoldMeanwhile) {
+  FakeClock queries;
+  absl::Notification asked, aborted;
+  script_.query = [&](const c10::Event&) {
+    asked.Notify();
+    aborted.WaitForNotification();
+    return false;
+  };
+  script_.abort = [&] { aborted.Notify(); };
+  NcclCollectives& collectives = Make({.timeout = absl::Seconds(5)}, &queries);
+  ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
+  std::thread asks([&] { queries.Advance(absl::Milliseconds(100)); });
+  asked.WaitForNotification();
+  std::thread leaves([&] { collectives.communicators()->Leave(); });
+  clock_.Advance(absl::Seconds(7));
+  leaves.join();
+  asks.join();
+  EXPECT_EQ(collectives.status().code(), absl::StatusCode::kDeadlineExceeded);
+  for (FakeClock* const clock : {&clock_, &queries}) {
+    EXPECT_EQ(clock->NextTimer(), absl::InfiniteFuture());
+  }
+}
+
 TEST_F(NcclCollectivesTest, SettingUpHasADeadlineToo) {
   script_.ready = [this]() -> absl::StatusOr<bool> {
     clock_.Advance(absl::Seconds(3));
@@ -581,6 +621,38 @@ TEST_F(NcclCollectivesTest, AnAbortThatDoesNotEndHoldsUpNoOtherList) {
   end.Notify();
   for (std::thread* const thread : {&aborting, &same, &others}) thread->join();
   EXPECT_EQ(started_, 3);
+}
+
+// While it is aborted, NCCL may wait for the devices, on which nothing is to begin before that
+// ends.
+TEST_F(NcclCollectivesTest, TheTurnLastsUntilTheAbortHasEndedAndOthersLoseTheirCallsAlone) {
+  NcclPool pool(Platform(), &clock_);
+  const auto first = pool.Get(devices_, absl::Minutes(5));
+  const auto second = pool.Get({devices_[2], devices_[1]}, absl::Minutes(5));
+  ASSERT_TRUE(first.ok() && second.ok());
+  absl::Notification aborts, end;
+  script_.ready = [] { return absl::InternalError("communicator of hpu:1: remote error"); };
+  script_.abort = [&] {
+    aborts.Notify();
+    end.WaitForNotification();
+  };
+  std::thread holder([&] {
+    const absl::Status status =
+        NcclCollectives(*first, {}).Broadcast({at::ones({4}, devices_[1])}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  });
+  aborts.WaitForNotification();
+  NcclCollectives waits(*second, {.timeout = absl::Milliseconds(20)});
+  const absl::Status late = waits.Broadcast({at::ones({4}, devices_[1])}).status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
+  EXPECT_THAT(std::string(late.message()),
+              AllOf(HasSubstr("as 'NCCL over hpu:0, hpu:1, hpu:2: broadcast' has it"),
+                    HasSubstr("nothing was begun")));
+  EXPECT_TRUE(waits.status().ok()) << waits.status();
+  end.Notify();
+  holder.join();
+  script_.ready = [] { return true; };
+  EXPECT_TRUE(waits.Broadcast({at::ones({4}, devices_[1])}).ok());
 }
 
 // Two lists that share devices: where each thread began its own on one device first, each would

@@ -228,13 +228,25 @@ absl::Status NcclCommunicators::AwaitReady(const std::string& what, absl::Durati
   }
 }
 
+void NcclCommunicators::Leave() {
+  absl::MutexLock lock(&mu_);
+  left_ = true;
+  if (queried_ && query_clock_->Cancel(query_)) queried_ = false;
+  // Who asks may wait for what a deadline alone ends: so deadlines are kept until then.
+  const auto nobody_asks = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return !queried_; };
+  mu_.Await(absl::Condition(&nobody_asks));
+  if (watched_ && clock_->Cancel(watch_)) watched_ = false;
+  const auto nobody_looks = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return !watched_; };
+  mu_.Await(absl::Condition(&nobody_looks));
+}
+
 void NcclCommunicators::SetTimers() {
-  if (running_.empty()) return;
+  if (running_.empty() || (left_ && !queried_)) return;
   if (!watched_) {
     watch_ = clock_->At(clock_->Now() + kWatchInterval, [this] { Watch(); });
     watched_ = true;  // now: to set a timer may throw
   }
-  if (!queried_) {
+  if (!queried_ && !left_) {
     query_ = query_clock_->At(query_clock_->Now() + kWatchInterval, [this] { Query(); });
     queried_ = true;
   }

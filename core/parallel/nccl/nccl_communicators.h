@@ -98,6 +98,9 @@ class NcclCommunicators {
   // For a thread that has the turn. The collective may take `timeout`, from now on.
   absl::Status Launch(Collective collective, absl::Duration timeout);
   void Abort(const absl::Status& why);
+  // For the end of the process, while CUDA is still there: when it returns nothing asks the devices
+  // any more, and no deadline is kept. Waits for a thread that is asking.
+  void Leave();
 
  private:
   // A collective that was launched.
@@ -140,6 +143,7 @@ class NcclCommunicators {
   Clock::TimerId watch_ ABSL_GUARDED_BY(mu_) = 0;
   bool queried_ ABSL_GUARDED_BY(mu_) = false;  // so is the one on query_clock_
   Clock::TimerId query_ ABSL_GUARDED_BY(mu_) = 0;
+  bool left_ ABSL_GUARDED_BY(mu_) = false;
 
   // The last members: they wait for timers that are firing.
   std::unique_ptr<Clock> own_clock_, own_query_clock_;

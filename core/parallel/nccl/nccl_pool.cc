@@ -28,6 +28,15 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclPool::Get(
   return made;
 }
 
+void NcclPool::Leave() {
+  List all;
+  {
+    absl::MutexLock lock(&mu_);
+    all = known_;
+  }
+  for (const auto& each : all) each->Leave();
+}
+
 std::shared_ptr<NcclCommunicators> NcclPool::Find(const std::vector<c10::Device>& devices,
                                                   List* dropped) {
   const auto is_it = [&](const auto& communicators) { return communicators->devices() == devices; };

@@ -30,6 +30,8 @@ class NcclPool {
   // for their turn, and then for NCCL, `timeout` at most each time.
   absl::StatusOr<std::shared_ptr<NcclCommunicators>> Get(const std::vector<c10::Device>& devices,
                                                          absl::Duration timeout);
+  // Has all leave (NcclCommunicators::Leave()), for the end of the process.
+  void Leave();
 
  private:
   using List = std::list<std::shared_ptr<NcclCommunicators>>;

@@ -2,6 +2,7 @@
 #include "core/parallel/new_device_collectives.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "core/base/status.h"
@@ -22,19 +23,27 @@ bool AreDistinctGpus(std::vector<c10::Device> devices) {
          std::adjacent_find(devices.begin(), devices.end()) == devices.end();
 }
 
+// Like libtorch's own state of CUDA it is never destroyed, for at the end of a process CUDA may be
+// gone before it.
+NcclPool& Pool() {
+  static NcclPool* const pool = new NcclPool(RealNcclPlatform());
+  return *pool;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<DeviceCollectives>> NewDeviceCollectives(
     std::vector<c10::Device> devices, DeviceCollectivesOptions options) {
   if (devices.empty())
     return absl::InvalidArgumentError("there are no devices to communicate between");
-  // Like libtorch's own state of CUDA it is never destroyed, for at the end of a process CUDA may
-  // be gone before it.
-  static NcclPool* const pool = new NcclPool(RealNcclPlatform());
   if (!AreDistinctGpus(devices)) {
     return std::make_shared<CoalescedCollectives>(std::move(devices), options);
   }
-  DG_ASSIGN_OR_RETURN(auto communicators, pool->Get(devices, options.timeout));
+  DG_ASSIGN_OR_RETURN(auto communicators, Pool().Get(devices, options.timeout));
+  // Of what exit() ends in the reverse of the order in which it began: libtorch's state of CUDA is
+  // there by now, and lasts until all have left.
+  static const bool leaves = std::atexit([] { Pool().Leave(); }) == 0;
+  if (!leaves) return absl::ResourceExhaustedError("there is no memory for a call at the exit");
   return std::make_shared<NcclCollectives>(std::move(communicators), options);
 }
 
