@@ -205,6 +205,30 @@ TEST(NcclOnStandInsTest, FailEndsACollectiveThatCannotBegin) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
 }
 
+// Both get as far as NCCL, which lets none of them begin.
+TEST(NcclOnStandInsTest, ACollectiveThatCannotBeginHoldsUpNoOtherGroup) {
+  const auto store = NewInProcessStore();
+  std::vector<std::shared_ptr<ProcessGroup>> groups;
+  for (const char* const name : {"a", "b"}) {
+    auto group = Join(store, 0, 1, name);
+    ASSERT_TRUE(group.ok()) << group.status();
+    groups.push_back(*std::move(group));
+  }
+  const int before = fake_nccl::Begun();
+  const fake_nccl::Silence silence;
+  std::vector<std::thread> begins;
+  for (int i = 0; i < 2; ++i) {
+    begins.emplace_back([&, i] {
+      const c10::DeviceGuard guard(Gpu(0));
+      const absl::Status status = groups[i]->BeginSum(On(0, 1), What()).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+    });
+    while (fake_nccl::Begun() < before + i + 1) std::this_thread::yield();
+  }
+  for (const auto& group : groups) group->Fail(absl::DataLossError("no disk"));
+  for (std::thread& thread : begins) thread.join();
+}
+
 TEST(NcclOnStandInsTest, ASumThatARankDoesNotJoinEndsInTime) {
   const auto store = NewInProcessStore();
   absl::Notification over;
