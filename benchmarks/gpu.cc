@@ -3,14 +3,19 @@
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/rand.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,10 +24,13 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/base/check.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/parallel/bucket.h"
 #include "core/parallel/data_parallel.h"
+#include "core/parallel/process_group/process_group.h"
 #include "core/tensor/message_codec.h"
 #include "core/worker/worker.h"
+#include "nccl.h"
 #include "tests/testing/cluster.h"
 
 namespace distgrad {
@@ -131,6 +139,62 @@ std::vector<Row> Calls() {
   return rows;
 }
 
+void CheckNccl(ncclResult_t result) {
+  DG_CHECK(result == ncclSuccess) << ncclGetErrorString(result);
+}
+
+// The times of a rank that has the GPU of its number: of all-reduces, each waited for on the host.
+std::vector<Row> CollectivesOfRank(const std::shared_ptr<Store>& store, const ncclUniqueId& id,
+                                   int rank, int ranks) {
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(rank));
+  const c10::DeviceGuard guard(device);
+  const std::string what = "adding";
+  const auto group = ProcessGroup::Create(
+      {.name = "benchmark", .store = store, .rank = rank, .size = ranks, .backend = "nccl"});
+  DG_CHECK(group.ok()) << group.status();
+  ncclComm_t alone = nullptr;
+  CheckNccl(ncclCommInitRank(&alone, ranks, id, rank));
+  const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
+  std::vector<Row> rows;
+  for (int64_t bytes = 4096; bytes <= int64_t{256} << 20; bytes *= 16) {
+    const Tensor tensor = at::zeros({bytes / 4}, device);
+    Row row;
+    row.name = absl::StrCat("all-reduce of ", bytes, " bytes by ", ranks,
+                            ranks == 1 ? " rank" : " ranks", "; torch: ncclAllReduce() alone");
+    row.bytes = static_cast<double>(bytes);
+    row.ours = Seconds([&] {
+      const auto running = (*group)->BeginSum(tensor, what);
+      DG_CHECK(running.ok()) << running.status();
+      const absl::Status status = (*group)->Wait(**running);
+      DG_CHECK(status.ok()) << status;
+    });
+    row.torch = Seconds([&] {
+      CheckNccl(ncclAllReduce(tensor.const_data_ptr(), tensor.mutable_data_ptr(), tensor.numel(),
+                              ncclFloat, ncclSum, alone, stream.stream()));
+    });
+    rows.push_back(row);
+  }
+  CheckNccl(ncclCommDestroy(alone));
+  return rows;
+}
+
+// Over two GPUs if there are as many, and else by one rank alone: then nothing is carried, and the
+// rest is what a collective costs besides. Beside NCCL's own call with a communicator that blocks,
+// for c10d's header of NCCL needs those of libraries that the build does not have.
+std::vector<Row> Collectives() {
+  const int ranks = std::min(2, static_cast<int>(c10::cuda::device_count()));
+  const auto store = NewInProcessStore();
+  ncclUniqueId id;
+  CheckNccl(ncclGetUniqueId(&id));
+  std::vector<std::vector<Row>> rows(ranks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] { rows[rank] = CollectivesOfRank(store, id, rank, ranks); });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return rows[0];
+}
+
 std::string Json(const std::vector<Row>& rows) {
   std::string json = "{\"rows\": [";
   for (const Row& row : rows) {
@@ -153,7 +217,7 @@ int Main(int argc, char** argv) {
     return 2;
   }
   std::vector<Row> rows = Copies();
-  for (const auto& measure : {Steps, Calls}) {
+  for (const auto& measure : {Steps, Calls, Collectives}) {
     for (Row& row : measure()) rows.push_back(std::move(row));
   }
   std::fputs(Json(rows).c_str(), stdout);
