@@ -380,13 +380,19 @@ TEST(CertificatesTest, RecordsThatBringNothingAreFew) {
     client.SendTo(*server);
     EXPECT_TRUE(server->Establish().ok());
     EXPECT_TRUE(server->established());
-    for (int i = 0; i < kMany; ++i) {
-      client.ChangeKey();
-      client.Say("word");
+    const std::string words(16 << 10, 'w');
+    for (int i = 0; i < 4 * kMany; ++i) {
+      if (i % 8 == 0) client.ChangeKey();
+      client.Say(words);
       client.SendTo(*server);
-      char word[4] = {};
-      EXPECT_EQ(server->Read(word, sizeof(word)).value(), 4u);
-      EXPECT_EQ(std::string(word, 4), "word");
+      for (size_t size = 0; size < words.size();) {
+        char part[16 << 10];
+        const absl::StatusOr<size_t> read = server->Read(part, sizeof(part));
+        ASSERT_TRUE(read.ok()) << i << ": " << read.status();
+        ASSERT_GT(*read, 0u);
+        ASSERT_EQ(std::string(part, *read), words.substr(size, *read));
+        size += *read;
+      }
     }
     for (int i = 0; i < kMany; ++i) client.ChangeKey();
     client.Say("never");
@@ -396,6 +402,33 @@ TEST(CertificatesTest, RecordsThatBringNothingAreFew) {
     EXPECT_TRUE(absl::IsUnavailable(status)) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "without a byte")) << status;
     EXPECT_TRUE(server->HasInput()) << "it has looked at all of them";
+  }
+  {
+    SCOPED_TRACE("a byte now and then");
+    const auto server = TlsSession::Create(Role::kServer, *certificates).value();
+    RawClient client(*certificates);
+    EXPECT_TRUE(client.Establish(*server).ok());
+    client.Say(client.Proof());
+    client.SendTo(*server);
+    EXPECT_TRUE(server->Establish().ok());
+    absl::StatusOr<size_t> read = 0;
+    int bytes = 0;
+    // Many small records alone are no reason.
+    for (; bytes < kMany; ++bytes) {
+      client.Say("b");
+      client.SendTo(*server);
+      char byte;
+      ASSERT_EQ(server->Read(&byte, 1).value(), 1u);
+    }
+    for (; read.ok() && bytes < 2 * kMany; ++bytes) {
+      client.ChangeKey();
+      client.Say("b");
+      client.SendTo(*server);
+      char byte;
+      read = server->Read(&byte, 1);
+    }
+    EXPECT_TRUE(absl::IsUnavailable(read.status())) << read.status();
+    EXPECT_EQ(bytes, kMany + 17) << "a new key is a record and a message";
   }
   SCOPED_TRACE("one that has proved nothing yet");
   const auto server = TlsSession::Create(Role::kServer, *certificates).value();

@@ -30,9 +30,11 @@ constexpr absl::string_view kIdentity = "distgrad";  // both ends know which sec
 // The label and the length of what both ends of one session, and no others, can compute: RFC 9266.
 constexpr absl::string_view kExporterLabel = "EXPORTER-Channel-Binding";
 constexpr size_t kExporterBytes = 32;
-// So many records may come in a row that bring no byte: of an honest end a new key now and then.
+// So many records without a byte, and messages of TLS's own within them, may come, and one more for
+// each of so many bytes: of an honest end tickets at the beginning, and a new key now and then.
 // Each takes its time, and is read in the turn of the one before it.
-constexpr int kMostEmptyRecords = 16;
+constexpr int kMostEmptyRecords = 32;
+constexpr uint64_t kBytesOfAnEmptyRecord = 64 << 10;
 // SSL_write_ex() takes and SSL_read_ex() gives no more than fits into an int in some places.
 constexpr size_t kMaxCall = 1 << 30;
 
@@ -129,7 +131,7 @@ struct TlsSession::Library {
     BIO_clear_retry_flags(bio);
     *read = std::min(size, session.input_end_ - session.input_begin_);
     // Read() would otherwise not return before the end of the input.
-    if (*read == 0 || session.HasTooManyEmptyRecords()) {
+    if (*read == 0 || session.HasTooManyEmpty()) {
       BIO_set_retry_read(bio);
       return 0;
     }
@@ -146,9 +148,13 @@ struct TlsSession::Library {
 
   static long Control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
 
-  // Called for the head of each record, and for what is in it.
+  // Called for the head of each record, and for each message of TLS's own, of which a record may
+  // have many.
   static void OnMessage(int is_written, int, int type, const void*, size_t, SSL* ssl, void*) {
-    if (is_written == 0 && type == SSL3_RT_HEADER) ++Of(ssl).empty_records_;
+    if (is_written != 0 || (type != SSL3_RT_HEADER && type != SSL3_RT_HANDSHAKE)) return;
+    TlsSession& session = Of(ssl);
+    ++session.empty_;
+    session.in_record_ = session.in_record_ || type == SSL3_RT_HEADER;
   }
 };
 
@@ -190,8 +196,16 @@ class TlsSession::Settings {
   std::unique_ptr<BIO_METHOD, OpensslFree<BIO_meth_free>> method_;
 };
 
-bool TlsSession::HasTooManyEmptyRecords() const {
-  return past_handshake_ && empty_records_ > kMostEmptyRecords;
+bool TlsSession::HasTooManyEmpty() const {
+  // The head of a record comes before its bytes.
+  return past_handshake_ && empty_ - (in_record_ ? 1 : 0) > kMostEmptyRecords;
+}
+
+void TlsSession::CountBytes(size_t size) {
+  if (std::exchange(in_record_, false)) --empty_;
+  bytes_ += size;
+  empty_ -= static_cast<int>(std::min<uint64_t>(empty_, bytes_ / kBytesOfAnEmptyRecord));
+  bytes_ %= kBytesOfAnEmptyRecord;
 }
 
 TlsSession::TlsSession() : library_(std::make_unique<Library>()) {}
@@ -293,7 +307,10 @@ absl::Status TlsSession::Establish() {
   SSL* ssl = library_->ssl.get();
   const int result = SSL_do_handshake(ssl);
   if (result != 1) return Error(result);
-  if (!std::exchange(past_handshake_, true)) empty_records_ = 0;
+  if (!std::exchange(past_handshake_, true)) {
+    empty_ = 0;
+    in_record_ = false;
+  }
   if (certificates_ != nullptr) return ProveHandshake();
   // A session that is not resumed knows nothing of the secret.
   if (SSL_session_reused(ssl) != 1) {
@@ -375,15 +392,14 @@ absl::StatusOr<size_t> TlsSession::Read(void* data, size_t size) {
   size_t read = 0;
   const int result = SSL_read_ex(library_->ssl.get(), data, std::min(size, kMaxCall), &read);
   if (result == 1) {
-    empty_records_ = 0;
-    return read;
+    CountBytes(read);
+  } else {
+    DG_RETURN_IF_ERROR(Error(result));
   }
-  absl::Status status = Error(result);
-  if (!status.ok()) return status;
-  if (HasTooManyEmptyRecords()) {
+  if (HasTooManyEmpty()) {
     return absl::UnavailableError("the other end sends records without a byte again and again");
   }
-  return 0;
+  return read;
 }
 
 absl::Status TlsSession::Write(absl::string_view bytes) {
@@ -410,8 +426,9 @@ absl::Status TlsSession::Write(absl::string_view bytes) {
 
 void TlsSession::DropOutput(size_t size) {
   output_begin_ += size;
-  if (output_begin_ < output_.size()) return;
-  output_.clear();
+  // Where it is never empty what is sent goes, too, but not byte by byte.
+  if (output_begin_ < output_.size() && output_begin_ < kMaxUnsent) return;
+  output_.erase(0, output_begin_);
   output_begin_ = 0;
 }
 

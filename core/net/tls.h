@@ -93,7 +93,8 @@ class TlsSession {
   absl::Status Error(int result);
   // The part of Establish() behind TLS's own handshake: each end proves that it has shaken hands.
   absl::Status ProveHandshake();
-  bool HasTooManyEmptyRecords() const;
+  bool HasTooManyEmpty() const;
+  void CountBytes(size_t size);
   // What a server, or a client, proves that with in this session alone.
   absl::StatusOr<Digest> ProofOf(bool server) const;
 
@@ -109,8 +110,12 @@ class TlsSession {
   bool awaits_welcome_ = false;  // a client's; the other end has shown who it is
   bool established_ = false;
   bool past_handshake_ = false;  // TLS's own
-  int empty_records_ = 0;        // received since the last byte
-  uint64_t written_ = 0;         // bytes, under this key
+  // Records without a byte, and messages of TLS's own, that have been received behind it; less as
+  // bytes come. With `in_record_` one of them is a record of which more is to come.
+  int empty_ = 0;
+  bool in_record_ = false;
+  uint64_t bytes_ = 0;    // received since `empty_` became less
+  uint64_t written_ = 0;  // bytes, under this key
   std::unique_ptr<char[]> input_;
   size_t input_size_ = 0, input_begin_ = 0, input_end_ = 0;
   bool input_was_full_ = false;

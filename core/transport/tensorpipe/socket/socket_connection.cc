@@ -566,7 +566,7 @@ void SocketConnection::AdvanceWrites() {
     }
     std::optional<size_t> sent = tls_ != nullptr ? SendTls() : Send();
     if (!sent.has_value()) return;
-    moved += *sent;
+    moved += *sent + (tls_ != nullptr ? kRecordCost : 0);
     while (!writes_.empty()) {
       WriteRequest& request = writes_.front();
       const size_t rest = request.head.size() + request.size - request.sent;
