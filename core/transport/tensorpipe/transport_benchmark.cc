@@ -1,17 +1,21 @@
 // Round trips between two processes (for "inproc" two transports of one): the time from Send
 // to the echo's arrival.
 //
-//   transport_benchmark [socket_basic socket_cma socket_over_tcp socket_over_tls tcp_basic
-//   shm_basic
-//                        inproc]
+//   transport_benchmark [--beside] [socket_basic socket_cma socket_over_tcp socket_over_tls
+//                                   tcp_basic shm_basic inproc]
+//
+// --beside: alone, and while another connection of the same two transports echoes 16 MB again and
+// again, the round trips of 4 B.
 //
 // Where a packet's bytes go from the header to a payload, and a segment from a payload to the
 // channel (kMetadataBytes, kChannelBytes), was chosen with it.
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -99,18 +103,92 @@ class Counter : public Receiver {
   Packet last_ ABSL_GUARDED_BY(mu_);
 };
 
+// Until the first connection is closed.
 int Serve(const std::string& combination) {
-  auto echo = std::make_shared<Echo>();
+  auto first = std::make_shared<Echo>();
+  bool is_first = true;  // one connection after the other is taken
   auto transport = New(combination);
   if (!transport.ok()) return 1;
   const auto address = (*transport)->Listen([&](std::shared_ptr<Connection> connection) {
+    auto echo = std::exchange(is_first, false) ? first : std::make_shared<Echo>();
     echo->connection = std::move(connection);
     return echo;
   });
   if (!address.ok()) return 1;
   std::printf("%s\n", address->c_str());
   std::fflush(stdout);
-  echo->closed.WaitForNotification();
+  first->closed.WaitForNotification();
+  return 0;
+}
+
+// Echoes 16 MB by a connection of its own, until it is told to end.
+class Stream {
+ public:
+  Stream(Transport& transport, const std::string& address)
+      : counter_(std::make_shared<Counter>()),
+        connection_(transport.Connect(address, counter_).value()),
+        thread_([this] { Run(); }) {}
+  ~Stream() {
+    ends_ = true;
+    thread_.join();
+    connection_->Close();
+  }
+  int echoes() const { return echoes_; }
+  static constexpr size_t kBytes = 16 << 20;
+
+ private:
+  void Run() {
+    Packet packet;
+    packet.bytes.assign(100, 'x');
+    packet.segments.push_back(AllocateSegment(kBytes));
+    std::memset(packet.segments[0].data, 1, kBytes);
+    while (!ends_) {
+      connection_->Send(std::move(packet), nullptr);
+      packet = counter_->Await(++echoes_);
+    }
+  }
+
+  const std::shared_ptr<Counter> counter_;
+  const std::shared_ptr<Connection> connection_;
+  std::atomic<int> echoes_{0};
+  std::atomic<bool> ends_{false};
+  std::thread thread_;
+};
+
+void SmallOnes(const char* name, const char* beside, Connection& connection, Counter& counter,
+               int rounds, int* sent) {
+  std::vector<double> micros;
+  for (int i = -rounds / 10; i < rounds; ++i) {
+    const absl::Time start = absl::Now();
+    connection.Send(Packet{"four", {}}, nullptr);
+    counter.Await(++*sent);
+    if (i >= 0) micros.push_back(absl::ToDoubleMicroseconds(absl::Now() - start));
+  }
+  std::sort(micros.begin(), micros.end());
+  absl::PrintF("%-16s 4 B %-14s median %8.1f us   p90 %8.1f   p99 %8.1f", name, beside,
+               micros[micros.size() / 2], micros[micros.size() * 9 / 10],
+               micros[micros.size() * 99 / 100]);
+}
+
+int RunBeside(const std::string& combination) {
+  auto transport = New(combination);
+  if (!transport.ok()) return 1;
+  ChildProcess child({"--serve", combination});
+  const std::string address = child.ReadLine();
+  auto counter = std::make_shared<Counter>();
+  const auto connection = (*transport)->Connect(address, counter).value();
+  int sent = 0;
+  SmallOnes(combination.c_str(), "alone", *connection, *counter, 20'000, &sent);
+  absl::PrintF("\n");
+  Stream stream(**transport, address);
+  while (stream.echoes() < 5) std::this_thread::yield();
+  const int before = stream.echoes();
+  const absl::Time start = absl::Now();
+  SmallOnes(combination.c_str(), "beside 16 MB", *connection, *counter, 5'000, &sent);
+  const double seconds = absl::ToDoubleSeconds(absl::Now() - start);
+  absl::PrintF("   16 MB at %.2f GB/s each way\n",
+               1e-9 * Stream::kBytes * (stream.echoes() - before) / seconds);
+  std::fflush(stdout);
   return 0;
 }
 
@@ -167,6 +245,14 @@ int RunTensorPipe(const std::string& combination) {
 }
 
 int Main(std::vector<std::string> names) {
+  if (!names.empty() && names[0] == "--beside") {
+    names.erase(names.begin());
+    if (names.empty()) names = {"socket_over_tcp", "socket_over_tls"};
+    for (const std::string& name : names) {
+      if (RunBeside(name) != 0) return 1;
+    }
+    return 0;
+  }
   if (names.empty()) {
     names = {"inproc",          "socket_basic", "socket_cma", "socket_over_tcp",
              "socket_over_tls", "tcp_basic",    "shm_basic"};
