@@ -195,6 +195,8 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
           absl::StrCat("it refused the connection: ", frame.status.message())));
       break;
     case FrameKind::kPong:
+      link->SetAnswered();
+      break;
     case FrameKind::kHello:
       break;
   }

@@ -7,6 +7,13 @@
 #include "absl/container/flat_hash_set.h"
 
 namespace distgrad {
+namespace {
+
+// So many answers to pings of the other link say that those of a link for large packets have had
+// their time: of the ten pings within twice the limit the first answers may be to earlier ones.
+constexpr uint64_t kEnoughAnswers = 5;
+
+}  // namespace
 
 Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& readings) {
   const bool slept = now - std::exchange(ticked_, now) > 2 * interval();
@@ -24,7 +31,10 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     }
     if (before != links_.end() && before->second.answered == reading.answered && !slept) {
       sign.last_answer = before->second.last_answer;
-      if (reading.answers) sign.pinged_for_answer = before->second.pinged_for_answer;
+      if (reading.answers) {
+        sign.pinged_for_answer = before->second.pinged_for_answer;
+        sign.main_answered = before->second.main_answered;
+      }
     }
     sign.stuck = reading.answers ? absl::InfiniteFuture() : std::min(sign.stuck, now);
     links.emplace(reading.link, sign);
@@ -45,7 +55,9 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     return now - sign.stuck >= (reading.is_bulk ? bulk_opening_ : limit_ - interval());
   };
   const auto delivers_nothing = [&](const Reading& reading) {
-    return reading.is_bulk && now - links_[reading.link].pinged_for_answer >= 2 * limit_;
+    const Sign& sign = links_[reading.link];
+    return reading.is_bulk && now - sign.pinged_for_answer >= 2 * limit_ &&
+           reading.main_answered >= sign.main_answered + kEnoughAnswers;
   };
   for (const Reading& reading : readings) {
     if (!reading.peer || reading.heard == 0 || !peers.contains(*reading.peer)) continue;
@@ -75,7 +87,10 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     const bool wants_answer =
         reading.is_bulk && reading.answers && now - sign.last_answer >= interval();
     if (is_quiet ? silent >= interval() || reading.answers : wants_answer) verdict.ask.push_back(i);
-    if (wants_answer) sign.pinged_for_answer = std::min(sign.pinged_for_answer, now);
+    if (wants_answer && sign.pinged_for_answer == absl::InfiniteFuture()) {
+      sign.pinged_for_answer = now;
+      sign.main_answered = reading.main_answered;
+    }
     if (!is_quiet) continue;
     if (reading.answers) sign.pinged = std::min(sign.pinged, now);
     if (silent < 2 * interval()) continue;

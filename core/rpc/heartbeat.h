@@ -17,8 +17,10 @@
 // long as transports have for that, where that is longer.
 //
 // What comes on a link for large packets does not say whether what is sent there arrives: the
-// answers to its pings come on another link. So each end counts these by themselves. In the buffers
-// of the system the end of a large packet may be before a ping: so there it has twice the limit.
+// answers to its pings come on the link that it belongs to. So each end counts these by themselves.
+// In the buffers of the system the end of a large packet may be before a ping: so there it has
+// twice the limit. And many small packets of the peer's may be before an answer: so that link is
+// pinged at the same time, and while its own answers do not come nothing follows.
 #ifndef DISTGRAD_CORE_RPC_HEARTBEAT_H_
 #define DISTGRAD_CORE_RPC_HEARTBEAT_H_
 
@@ -48,8 +50,9 @@ class Heartbeat {
     // Whether it carries large packets. One may come before a ping that was to have nothing before
     // it: so while one is being sent, no answer is expected.
     bool is_bulk = false;
-    // Of one that does: how many of its pings have been answered.
-    uint64_t answered = 0;
+    // Of one that does: how many of its pings have been answered, and how many of those of the link
+    // that it belongs to, which is to be pinged whenever this one is.
+    uint64_t answered = 0, main_answered = 0;
   };
   // What is to be done; links by their place in the readings.
   struct Verdict {
@@ -79,6 +82,7 @@ class Heartbeat {
     absl::Time last_answer;  // when a ping was answered last, if it is a bulk link
     // When it was pinged first since then, with nothing before the ping.
     absl::Time pinged = absl::InfiniteFuture(), pinged_for_answer = absl::InfiniteFuture();
+    uint64_t main_answered = 0;  // at `pinged_for_answer`
     // Since when something waits to leave, and nothing leaves nor is heard.
     absl::Time stuck = absl::InfiniteFuture();
   };

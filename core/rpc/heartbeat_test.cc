@@ -123,7 +123,8 @@ TEST_F(HeartbeatTest, ABulkLinkThatDeliversNothingIsStaleThoughItIsHeard) {
                     .heard = 1 + i / speaks_each,
                     .answers = answers,
                     .is_bulk = true,
-                    .answered = delivers ? i : 20}});
+                    .answered = delivers ? i : 20,
+                    .main_answered = i}});
     };
     uint64_t i = 0;
     while (i < 20) EXPECT_TRUE(tick(++i, true).stale.empty()) << i;
@@ -137,6 +138,34 @@ TEST_F(HeartbeatTest, ABulkLinkThatDeliversNothingIsStaleThoughItIsHeard) {
     }
     EXPECT_EQ(tick(++i, false).stale, (std::vector<size_t>{0, 1})) << speaks_each;
   }
+}
+
+// The answers wait behind small packets, as those of the other link do.
+TEST_F(HeartbeatTest, ABulkLinkHasTimeWhileNoAnswersCome) {
+  uint64_t i = 0;
+  const auto tick = [&](uint64_t answered, uint64_t main_answered) {
+    ++i;
+    return Tick({{.link = 1, .peer = 5, .heard = i, .answers = true},
+                 {.link = 2,
+                  .peer = 5,
+                  .heard = i,
+                  .answers = true,
+                  .is_bulk = true,
+                  .answered = answered,
+                  .main_answered = main_answered}});
+  };
+  for (uint64_t k = 1; k <= 20; ++k) EXPECT_TRUE(tick(k, k).stale.empty()) << i;
+  for (int k = 0; k < 40; ++k) {
+    const auto verdict = tick(20, 20);
+    EXPECT_EQ(verdict.ask, std::vector<size_t>{1}) << i;
+    EXPECT_TRUE(verdict.stale.empty()) << i;
+  }
+  // Both come at last, those of the other link, which carries less, before.
+  EXPECT_TRUE(tick(20, 24).stale.empty());
+  for (uint64_t k = 0; k < 20; ++k) EXPECT_TRUE(tick(21 + k, 25 + k).stale.empty()) << i;
+  // Now only those of the other link do.
+  for (uint64_t k = 0; k < 10; ++k) EXPECT_TRUE(tick(40, 45 + k).stale.empty()) << i;
+  EXPECT_EQ(tick(40, 55).stale, (std::vector<size_t>{0, 1}));
 }
 
 // A second link that is taken by the kernel and by nobody else.

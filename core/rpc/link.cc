@@ -176,7 +176,7 @@ void Link::HearBulk() {
   absl::MutexLock lock(&mu_);
   if (bulk_ == nullptr) return;
   bulk_->heard_.fetch_add(1, std::memory_order_relaxed);
-  bulk_->answered_.fetch_add(1, std::memory_order_relaxed);
+  bulk_->SetAnswered();
 }
 
 bool Link::ready(uint64_t bytes) const {

@@ -97,7 +97,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Return the number of packets that have arrived, and that have left.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
   uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
-  // Returns the number of answers to pings on this link, if it is one for large packets.
+  // Counts an answer to a ping on this link, and return the number of them; HearBulk() counts those
+  // of a link for large packets.
+  void SetAnswered() { answered_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t answered() const { return answered_.load(std::memory_order_relaxed); }
   // Say, and return, whether a request, a reply or a notice has come on it.
   void SetCarried() { carried_.store(true, std::memory_order_relaxed); }

@@ -551,7 +551,7 @@ void LinkTable::ArmHeartbeat() {
 }
 
 void LinkTable::Beat() {
-  std::vector<std::shared_ptr<Link>> links;
+  std::vector<std::shared_ptr<Link>> links, mains;
   std::vector<Heartbeat::Reading> readings;
   {
     absl::MutexLock lock(&mu_);
@@ -568,14 +568,19 @@ void LinkTable::Beat() {
                           .is_bulk = link.is_bulk(),
                           .answered = link.answered()});
       links.push_back(entry.link);
+      mains.push_back(link.main());
     }
     beats_ = !links.empty();
     if (!beats_) return;
+  }
+  for (size_t i = 0; i < links.size(); ++i) {
+    if (mains[i] != nullptr) readings[i].main_answered = mains[i]->answered();
   }
   ArmHeartbeat();
   const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
   for (const size_t i : verdict.ask) {
     SendFrame(*links[i], {.kind = readings[i].is_bulk ? FrameKind::kBulkPing : FrameKind::kPing});
+    if (mains[i] != nullptr) SendFrame(*mains[i], {.kind = FrameKind::kPing});
   }
   for (const WorkerRank peer : verdict.probe) Probe(peer);
   {
