@@ -49,10 +49,8 @@ absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
                             "buckets of ", options.bucket_bytes, " bytes, the first of ",
                             options.first_bucket_bytes,
                             options.divide_by_active ? ", divided by the active ranks" : "")));
-    if (!difference.empty()) {
-      wrong = absl::InvalidArgumentError(difference);
-      return absl::OkStatus();
-    }
+    wrong = difference.empty() ? tensors.CheckBroadcast() : absl::InvalidArgumentError(difference);
+    if (!wrong.ok()) return absl::OkStatus();
     DG_RETURN_IF_ERROR(tensors.Broadcast(0));
     parts = std::make_shared<Parts>(group, std::move(tensors), options);
     if (options.in_backward) {

@@ -276,6 +276,30 @@ TEST(GradientAveragerTest, RefusesWhatIsNoParameter) {
   });
 }
 
+// All ranks agree, so nobody waits for another one, and nothing has been broadcast.
+TEST(GradientAveragerTest, WhatCannotBeBroadcastIsRefusedOnAllRanksAndHarmsNobody) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2}, group->rank());
+    const auto create = [&](const Tensor& buffer) {
+      return GradientAverager::Create(group, {{"w", w}}, {{"mask", buffer}}).status();
+    };
+    const Tensor sparse = torch::eye(2).to_sparse();
+    absl::Status status = create(sparse);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "buffer 'mask' is not dense")) << status;
+    // Where one rank alone has such a tensor, that is what differs.
+    status = create(group->rank() == 1 ? sparse : torch::eye(2));
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "rank 1 has buffer 'mask': Float [2, 2] on cpu, not dense"))
+        << status;
+    EXPECT_TRUE(w.equal(torch::full({2}, float(group->rank()))));
+    const Tensor mean = torch::full({2}, float(group->rank()));
+    EXPECT_TRUE(group->status().ok()) << group->status();
+    EXPECT_TRUE(group->Average({mean}).ok());
+    EXPECT_TRUE(mean.equal(torch::full({2}, 0.5f)));
+  });
+}
+
 // Before the first collective, or between two: the others wait for this rank in the next one.
 TEST(GradientAveragerTest, ARankThatFailsWhileAnAveragerIsMadeFailsTheOthersAtOnce) {
   RunRanks(2,

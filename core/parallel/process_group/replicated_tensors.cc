@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "core/base/status.h"
+#include "core/parallel/bucket.h"
 
 namespace distgrad {
 namespace {
@@ -76,9 +77,11 @@ std::string ReplicatedTensors::Describe(const std::string& settings) const {
   std::vector<std::string> lines = {absl::StrCat(settings, ", ", trained_.size(), " parameters, ",
                                                  frozen_.size(), " frozen ones and ",
                                                  buffers_.size(), " buffers")};
-  const auto describe = [&lines](const char* kind, const NamedTensor& each) {
+  const auto describe = [this, &lines](const char* kind, const NamedTensor& each) {
     lines.push_back(c10::str(kind, " '", each.name, "': ", each.tensor.scalar_type(), " ",
                              each.tensor.sizes(), " on ", each.tensor.device().type()));
+    const std::string why_not = WhyNotBroadcast(each.tensor);
+    if (!why_not.empty()) absl::StrAppend(&lines.back(), ", ", why_not);
   };
   for (const NamedTensor& each : trained_) {
     describe(each.sparse_gradient ? "sparse parameter" : "parameter", each);
@@ -113,6 +116,28 @@ absl::StatusOr<std::string> ReplicatedTensors::Difference(const std::string& set
                         ", and rank 0 has ", there[std::min<size_t>(number, there.size()) - 1]);
   }
   return "";
+}
+
+std::string ReplicatedTensors::WhyNotBroadcast(const at::Tensor& tensor) const {
+  if (!AssignBuckets({tensor}, 1).front().flat) return "not dense";
+  const c10::Device device = group_->device();
+  if (device.is_cuda() && tensor.device() != device) {
+    return c10::str("not on ", device, ", which NCCL has for this group");
+  }
+  return "";
+}
+
+absl::Status ReplicatedTensors::CheckBroadcast() const {
+  for (const std::vector<NamedTensor>* tensors : {&trained_, &frozen_, &buffers_}) {
+    for (const NamedTensor& each : *tensors) {
+      const std::string why_not = WhyNotBroadcast(each.tensor);
+      if (why_not.empty()) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "process group '", group_->name(), "': ", tensors == &buffers_ ? "buffer" : "parameter",
+          " '", each.name, "' is ", why_not, ": rank 0's cannot be given to all ranks"));
+    }
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ReplicatedTensors::CheckFrozen() const {

@@ -30,6 +30,9 @@ class ReplicatedTensors {
   // Says, on every rank, which rank and tensor are the first that differ from rank 0's, or where
   // `settings` differ; "" if nothing does.
   absl::StatusOr<std::string> Difference(const std::string& settings) const;
+  // Returns kInvalidArgument for a tensor that cannot be broadcast. Where nothing differs, all ranks
+  // get the same answer.
+  absl::Status CheckBroadcast() const;
   // Returns kFailedPrecondition if a frozen one requires grad by now.
   absl::Status CheckFrozen() const;
 
@@ -41,6 +44,8 @@ class ReplicatedTensors {
  private:
   // Returns a line for the settings, and one for each tensor.
   std::string Describe(const std::string& settings) const;
+  // Returns "" for a tensor that can be broadcast, or what it is instead.
+  std::string WhyNotBroadcast(const at::Tensor& tensor) const;
 
   const std::shared_ptr<ProcessGroup> group_;
   std::vector<NamedTensor> trained_, frozen_, buffers_;
