@@ -174,29 +174,38 @@ absl::Status ContextAverager::Finish(ContextRecord& context, AveragingRound& rou
   return sequence_.EndRound(round);
 }
 
-absl::StatusOr<bool> ContextAverager::Join(ContextRecord& context, bool keep_gradients) {
-  absl::MutexLock lock(&sequence_.mu());
-  DG_RETURN_IF_ERROR(sequence_.group().status());
-  if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
-  DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, context.GradientsOf(leaves_));
-  for (size_t k = 0; k < gradients.size() && !keep_gradients; ++k) {
+absl::Status ContextAverager::CheckMayJoin(const ContextRecord& context,
+                                           const std::vector<at::Tensor>& gradients) const {
+  for (size_t k = 0; k < gradients.size(); ++k) {
     if (!gradients[k].defined()) continue;
     return absl::FailedPreconditionError(absl::StrCat(
         "joining: context ", context.id(), " has a gradient of '", plan_.parameters()[k].name,
         "' already; give a new context for each step, or, for further averages in one step, "
         "keep the gradients"));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> ContextAverager::Join(ContextRecord& context, bool keep_gradients) {
+  absl::MutexLock lock(&sequence_.mu());
+  if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
+  absl::Status wrong;  // of the context: the group goes on
   bool any = false;
   DG_RETURN_IF_ERROR(
       sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
+        const absl::StatusOr<std::vector<at::Tensor>> gradients = context.GradientsOf(leaves_);
+        wrong = gradients.status();
+        if (wrong.ok() && !keep_gradients) wrong = CheckMayJoin(context, *gradients);
+        if (!wrong.ok()) return absl::OkStatus();
         DG_RETURN_IF_ERROR(GiveUp());
         DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
-        const std::vector<bool> untouched(gradients.size(), false);
+        const std::vector<bool> untouched(gradients->size(), false);
         AveragingRound round = sequence_.NewRound(/*active=*/false);
-        DG_RETURN_IF_ERROR(round.Begin(gradients, untouched));
+        DG_RETURN_IF_ERROR(round.Begin(*gradients, untouched));
         DG_ASSIGN_OR_RETURN(any, sequence_.AnyActive(round));
-        return any ? Finish(context, round, gradients, untouched) : absl::OkStatus();
+        return any ? Finish(context, round, *gradients, untouched) : absl::OkStatus();
       }));
+  DG_RETURN_IF_ERROR(wrong);
   return any;
 }
 

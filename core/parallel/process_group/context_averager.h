@@ -63,6 +63,9 @@ class ContextAverager : public AveragingSequence::Driver {
   bool HasBegun() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Fails the group if averages of the context that is followed have begun.
   void FailFollowed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // Returns kFailedPrecondition for the first gradient that there is.
+  absl::Status CheckMayJoin(const ContextRecord& context,
+                            const std::vector<at::Tensor>& gradients) const;
   // Averages the gradients of a context with what has begun.
   absl::Status Finish(ContextRecord& context, AveragingRound& round,
                       const std::vector<at::Tensor>& gradients, const std::vector<bool>& touched)

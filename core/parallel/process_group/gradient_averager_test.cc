@@ -1184,6 +1184,27 @@ TEST(GradientAveragerTest, WithoutHooksAGradientThatIsStillToBeAveragedIsNoneOfA
   });
 }
 
+// The others have begun the average, and wait for this rank.
+TEST(GradientAveragerTest, ARankWhoseGradientsCannotBeReadFailsTheOthersAtOnceWhereItJoins) {
+  RunRanks(2,
+           [](Group group) {
+             const Tensor w = Parameter({2});
+             const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+             absl::Status status;
+             if (group->rank() == 1) {
+               // It has no values to look at, and says so by an exception.
+               w.mutable_grad() = torch::empty({2}, torch::kMeta);
+               status = averager->Join().status();
+             } else {
+               status = averager->Average();
+               EXPECT_TRUE(Contains(status, "rank 1 failed")) << status;
+             }
+             EXPECT_FALSE(status.ok());
+             EXPECT_EQ(group->status(), status);
+           },
+           {.timeout = absl::Minutes(30)});
+}
+
 // Another worker's release ends the observer on a thread of the pool, and the context may be gone
 // by then.
 class ContextInPlace {

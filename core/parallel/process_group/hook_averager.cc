@@ -259,13 +259,14 @@ absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
 absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
   absl::MutexLock lock(&sequence_.mu());
   if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
-  // The gradients of a backward that runs are not to be looked at.
-  DG_RETURN_IF_ERROR(
-      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return GiveUp(); }));
-  DG_RETURN_IF_ERROR(CheckMayJoin(keep_gradients));
+  absl::Status wrong;  // of the gradients: the group goes on
   bool any = false;
   DG_RETURN_IF_ERROR(
       sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) -> absl::Status {
+        // The gradients of a backward that runs are not to be looked at.
+        DG_RETURN_IF_ERROR(GiveUp());
+        wrong = CheckMayJoin(keep_gradients);
+        if (!wrong.ok()) return absl::OkStatus();
         DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
         OpenRound(/*active=*/false);
         DG_RETURN_IF_ERROR(round_->Begin(Gradients(), touched_));
@@ -274,6 +275,7 @@ absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
         round_.reset();
         return absl::OkStatus();
       }));
+  DG_RETURN_IF_ERROR(wrong);
   return any;
 }
 
