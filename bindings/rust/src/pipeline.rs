@@ -373,6 +373,9 @@ fn count_of(count: Option<usize>) -> i64 {
 /// nor keep it with its history; nor write again to what it has returned, before the micro-batch's
 /// backward has come, or the evaluation is over.
 ///
+/// Forward and loss run in the modes of the thread that called [`train`](Pipeline::train)
+/// (autocast, inference mode), with the gradient mode that the step needs.
+///
 /// ```
 /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
 /// use distgrad::{PipelineStage, PipelineStages, Tensor};
@@ -435,6 +438,8 @@ impl PipelineStage {
     }
     /// Sets what [`ActionKind::Step`] does, where a schedule has it: with the context of the step,
     /// which has this stage's gradients.
+    /// It runs in the modes of a new thread, without autocast and with gradient mode on, whatever
+    /// the caller has; a step that writes to parameters itself needs a [`NoGrad`](crate::NoGrad).
     pub fn step<F>(mut self, step: F) -> Self
     where
         F: FnMut(&Context<'_>) -> std::result::Result<(), BoxedError> + Send + 'static,
