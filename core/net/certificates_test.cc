@@ -370,16 +370,19 @@ TEST(CertificatesTest, RecordsThatBringNothingAreFew) {
   constexpr int kMany = 500;
   TestAuthority authority(Folder("empty"));
   const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
+  const auto prove = [](RawClient& client, TlsSession& server) {
+    EXPECT_TRUE(client.Establish(server).ok());
+    EXPECT_FALSE(server.established()) << "the client has not proved its handshake";
+    client.Say(client.Proof());
+    client.SendTo(server);
+    EXPECT_TRUE(server.Establish().ok());
+    EXPECT_TRUE(server.established());
+  };
   {
     SCOPED_TRACE("a client that changes its key now and then");
     const auto server = TlsSession::Create(Role::kServer, *certificates).value();
     RawClient client(*certificates);
-    EXPECT_TRUE(client.Establish(*server).ok());
-    EXPECT_FALSE(server->established()) << "the client has not proved its handshake";
-    client.Say(client.Proof());
-    client.SendTo(*server);
-    EXPECT_TRUE(server->Establish().ok());
-    EXPECT_TRUE(server->established());
+    prove(client, *server);
     const std::string words(16 << 10, 'w');
     for (int i = 0; i < 4 * kMany; ++i) {
       if (i % 8 == 0) client.ChangeKey();
@@ -407,10 +410,7 @@ TEST(CertificatesTest, RecordsThatBringNothingAreFew) {
     SCOPED_TRACE("a byte now and then");
     const auto server = TlsSession::Create(Role::kServer, *certificates).value();
     RawClient client(*certificates);
-    EXPECT_TRUE(client.Establish(*server).ok());
-    client.Say(client.Proof());
-    client.SendTo(*server);
-    EXPECT_TRUE(server->Establish().ok());
+    prove(client, *server);
     absl::StatusOr<size_t> read = 0;
     int bytes = 0;
     // Many small records alone are no reason.
@@ -492,15 +492,21 @@ TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
   refused(authority.Issue("nobody", {.names = ""}), "DISTGRAD_TLS_NAME");
 }
 
+// What the log says while the files are loaded.
+std::string LogOfLoading(const CertificateFiles& files) {
+  testing::internal::CaptureStderr();
+  const absl::Status loaded = Certificates::Load(files).status();
+  std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(loaded.ok()) << loaded;
+  return log;
+}
+
 TEST(CertificatesTest, APrivateKeyThatEverybodyCanReadIsWarnedOf) {
   TestAuthority authority(Folder("permissions"));
   const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
   for (const mode_t mode : {0600, 0640, 0644}) {
     ASSERT_EQ(chmod(files.key.c_str(), mode), 0);
-    testing::internal::CaptureStderr();
-    const absl::Status loaded = Certificates::Load(files).status();
-    const std::string log = testing::internal::GetCapturedStderr();
-    EXPECT_TRUE(loaded.ok()) << loaded;
+    const std::string log = LogOfLoading(files);
     EXPECT_EQ(absl::StrContains(log, "can read the private key in " + files.key), mode == 0644)
         << log;
     EXPECT_EQ(absl::StrContains(log, "defaultMode: 0400"), mode == 0644) << "what to do: " << log;
@@ -522,10 +528,7 @@ TEST(CertificatesTest, ASecretOfKubernetesIsWarnedOfByItsFilesMode) {
   }
   for (const mode_t mode : {0400, 0440, 0644}) {
     ASSERT_EQ(chmod(issued.key.c_str(), mode), 0);
-    testing::internal::CaptureStderr();
-    const absl::Status loaded = Certificates::Load(files).status();
-    const std::string log = testing::internal::GetCapturedStderr();
-    EXPECT_TRUE(loaded.ok()) << loaded;
+    const std::string log = LogOfLoading(files);
     EXPECT_EQ(absl::StrContains(log, "can read the private key in " + files.key), mode == 0644)
         << log;
   }

@@ -314,10 +314,8 @@ absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches) {
       }
       if (m + ahead < micro_batches) list.push_back({Kind::kForward, s, m + ahead});
     }
-    if (s > 0) {
-      for (int m = std::max(0, micro_batches - s); m < micro_batches; ++m) {
-        list.push_back({Kind::kBackwardWeight, s, m});
-      }
+    for (int m = std::max(0, micro_batches - s); m < micro_batches; ++m) {
+      list.push_back({Kind::kBackwardWeight, s, m});
     }
     schedule.max_activations.push_back(std::min(micro_batches, stages));
   }

@@ -569,12 +569,10 @@ void LinkTable::Beat() {
                           .answered = link.answered()});
       links.push_back(entry.link);
       mains.push_back(link.main());
+      if (mains.back() != nullptr) readings.back().main_answered = mains.back()->answered();
     }
     beats_ = !links.empty();
     if (!beats_) return;
-  }
-  for (size_t i = 0; i < links.size(); ++i) {
-    if (mains[i] != nullptr) readings[i].main_answered = mains[i]->answered();
   }
   ArmHeartbeat();
   const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
