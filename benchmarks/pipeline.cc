@@ -4,7 +4,7 @@
 // PyTorch's own RPC and distributed autograd.
 //
 //   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
-//                                            [--no-waiting] [--models NAME] [--only NAME]
+//                                            [--no-waiting] [--models NAME] [--only NAME,...]
 //                                            [--micro-batches N] [--traces DIR]
 //
 // With --traces each rank's actions go to DIR/SCHEDULE-M.RANK.json where stages wait, and to
@@ -35,6 +35,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -63,11 +64,11 @@ constexpr int kRoundsOfATurn = 3;
 
 absl::Duration unit = absl::Milliseconds(10);
 int rounds = 5;
-std::string traces;           // the folder; empty: none
-std::string models;           // a part of the names of the models that are computed; empty: all
-std::string only;             // the same of the ways to compute them
-int given_micro_batches = 0;  // of the models that are computed; 0: each has its own
-bool failed = false;          // something has not been measured
+std::string traces;             // the folder; empty: none
+std::string models;             // a part of the names of the models that are computed; empty: all
+std::vector<std::string> only;  // parts of the names of the ways to compute them; empty: all
+int given_micro_batches = 0;    // of the models that are computed; 0: each has its own
+bool failed = false;            // something has not been measured
 
 // Of an even number the mean of the two in the middle; 0 where nothing was measured.
 double Median(std::vector<double> values) {
@@ -400,7 +401,10 @@ void ReportSplit(SplitJob job) {
   for (int round = 0; round < rounds; ++round) {
     for (size_t i = 0; i < all.size(); ++i) {
       Contender& one = all[round % 2 == 0 ? i : all.size() - 1 - i];
-      if (!absl::StrContains(one.name, only)) continue;
+      const auto named = [&one](const std::string& part) {
+        return absl::StrContains(one.name, part);
+      };
+      if (!only.empty() && absl::c_none_of(only, named)) continue;
       one.rates.push_back(Median(one.run()));
       if (one.rates.back() == 0) failed = true;
     }
@@ -425,7 +429,8 @@ int Main(int argc, char** argv) {
   app.add_flag("--no-split", no_split, "Only the stages that wait");
   app.add_flag("--no-waiting", no_waiting, "Only the stages that compute");
   app.add_option("--models", models, "Only the models whose names contain this");
-  app.add_option("--only", only, "Only the ways to compute whose names contain this");
+  app.add_option("--only", only, "Only the ways to compute whose names contain one of these")
+      ->delimiter(',');
   app.add_option("--micro-batches", given_micro_batches, "Of each batch where stages compute")
       ->check(CLI::Range(1, 1024));
   app.add_option("--traces", traces, "Folder for what each rank did, in the last turn");
@@ -454,6 +459,7 @@ int Main(int argc, char** argv) {
   transformer.name = "6 transformer blocks of 256, sequences of 128";
   transformer.layers = 6;
   transformer.processes = 3;
+  transformer.batch = 128;
   ReportSplit(transformer);
   return failed ? 1 : 0;
 }
