@@ -287,39 +287,42 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
       }
       return calls.Wait();
     };
+    PipelineResult result;
+    const auto read = [&]() -> absl::Status {
+      const Message reply = *runs[schedule.rank_of_stage[last]].Wait();
+      WireReader reader(reply.payload);
+      size_t next = 0;
+      const auto take = [&]() -> at::Tensor {
+        return next < reply.tensors.size() ? reply.tensors[next++] : at::Tensor();
+      };
+      for (int m = 0; m < count; ++m) {
+        if (reader.U8() != 0) {
+          result.losses.push_back(take());
+          if (!result.losses.back().defined()) {
+            return absl::InternalError(absl::StrCat(who, " has given no loss"));
+          }
+          const at::Tensor part = result.losses.back() * plan.weights[m];
+          result.loss = m == 0 ? part : result.loss + part;
+        }
+        const uint32_t outputs = reader.U32();
+        if (schedule.backward) continue;
+        Tensors& of_this = result.outputs.emplace_back();
+        while (of_this.size() < outputs && next < reply.tensors.size()) of_this.push_back(take());
+      }
+      return reader.status("the result of a pipeline's step");
+    };
     absl::Status ran;
     try {
       ran = run();
+      // The ranks hear of it, too, if that fails: for whoever calls this, the step has failed.
+      if (ran.ok()) ran = read();
     } catch (...) {  // there was no memory
       ran = StatusFromException(std::current_exception());
     }
     if (!ran.ok()) {
       cancellation->Cancel(ran);
-      return Explain(ran, schedule, plan.step, deadline);
+      return Explain(ran, schedule, plan.step, shared.averages, deadline);
     }
-
-    PipelineResult result;
-    const Message reply = *runs[schedule.rank_of_stage[last]].Wait();
-    WireReader reader(reply.payload);
-    size_t next = 0;
-    const auto take = [&]() -> at::Tensor {
-      return next < reply.tensors.size() ? reply.tensors[next++] : at::Tensor();
-    };
-    for (int m = 0; m < count; ++m) {
-      if (reader.U8() != 0) {
-        result.losses.push_back(take());
-        if (!result.losses.back().defined()) {
-          return absl::InternalError(absl::StrCat(who, " has given no loss"));
-        }
-        const at::Tensor part = result.losses.back() * plan.weights[m];
-        result.loss = m == 0 ? part : result.loss + part;
-      }
-      const uint32_t outputs = reader.U32();
-      if (schedule.backward) continue;
-      Tensors& of_this = result.outputs.emplace_back();
-      while (of_this.size() < outputs && next < reply.tensors.size()) of_this.push_back(take());
-    }
-    DG_RETURN_IF_ERROR(reader.status("the result of a pipeline's step"));
     return result;
   } catch (...) {
     return Annotate(StatusFromException(std::current_exception()), who);
@@ -327,7 +330,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
 }
 
 absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                               Deadline deadline) const {
+                               const std::vector<bool>& averages, Deadline deadline) const {
   const bool is_default = deadline == absl::InfinitePast();
   // Where it is a stage's own deadline that has passed, another worker says so, or its function.
   const std::optional<ErrorOrigin> origin = OriginOf(failure);
@@ -345,12 +348,13 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   if (is_default && !is_late) until = deadline;
   if (!is_default) until = std::max(until, deadline);
   // All are asked before any is waited for: one that does not answer takes no time from the others.
-  // One that has no step is told, for it may not have been started yet, and keep its stages.
+  // One that has no step is told, for it may not have been started yet, and keep its stages. One
+  // that averages fails its averages, before this step can be taken again.
   std::map<int, Future<Message>> ends;
   const std::vector<std::set<int>> stages = StagesThatStep(schedule);
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     Future<Message> end = Ask(kEndStep, schedule, step, rank, until);
-    if (!stages[rank].empty()) ends.emplace(rank, std::move(end));
+    if (!stages[rank].empty() || averages[rank]) ends.emplace(rank, std::move(end));
   }
   std::vector<std::string> notes;
   for (size_t rank = 0; rank < states.size(); ++rank) {
@@ -369,6 +373,13 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     const absl::StatusOr<Message>& answer = end.Wait();
     const absl::StatusOr<Stepped> stepped =
         answer.ok() ? DecodeStepped(answer->payload) : answer.status();
+    if (averages[rank] && !answer.ok()) {
+      notes.push_back(absl::StrCat(
+          "worker '", options_.workers[rank],
+          "' may not have failed its average over the replicas, so that no step may be taken with "
+          "its group again (",
+          answer.status().message(), ")"));
+    }
     for (const int stage : stages[rank]) {
       notes.push_back(absl::StrCat("stage ", stage, " on worker '", options_.workers[rank], "' ",
                                    DescribeStepped(stepped, stage)));

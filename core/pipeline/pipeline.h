@@ -99,9 +99,10 @@ class Pipeline {
 
   // Puts before an error what the ranks say of the step that it has ended: where a deadline has
   // ended it, what each was doing; and which stages have taken their optimizer's step. Waits until
-  // none of them is in it, and none begins it any more.
+  // none of them is in it, and none begins it any more; and until the ranks that average over
+  // replicas (by rank) have failed their averages. Names those of which it does not know that.
   absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                       Deadline deadline) const;
+                       const std::vector<bool>& averages, Deadline deadline) const;
   // Lets others have the stages of a step that will not be started.
   void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
   // Calls a function about that step on a rank's worker. `waits`: also for credit, here.

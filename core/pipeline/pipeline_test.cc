@@ -62,6 +62,7 @@ namespace {
 using testing::AllOf;
 using testing::ContainsRegex;
 using testing::HasSubstr;
+using testing::Not;
 using Tensors = std::vector<at::Tensor>;
 
 at::Tensor Loss(Tensors outputs, Tensors targets) { return at::mse_loss(outputs[0], targets[0]); }
@@ -1550,6 +1551,61 @@ TEST_P(PipelineTest, ASendBehindAStepOfTiedParametersIsRefused) {
 
 // ------------------------------------------------------------------------------------ Replicas
 
+// Says to a worker that has the one stage of a pipeline what a Pipeline would, call by call.
+class DriverOfOneStage {
+ public:
+  explicit DriverOfOneStage(Worker& worker) : worker_(worker), context_(worker.NewContext()) {}
+
+  absl::Status Begin(uint64_t step, bool backward, std::vector<Action> list) const {
+    const StepPlan plan{.step = step,
+                        .pipeline = 1,
+                        .rank = 0,
+                        .micro_batches = 1,
+                        .backward = backward,
+                        .has_targets = backward,
+                        .rank_of_stage = {0},
+                        .workers = {"worker0"},
+                        .list = std::move(list),
+                        .weights = {1}};
+    return Call(kBeginStep, EncodePlan(plan)).Wait().status();
+  }
+  // Returns how the rank has ended, with a batch of its own. An evaluation has no targets, and may
+  // end before some come.
+  absl::Status Run(uint64_t step, bool backward = true) const {
+    const StepRef ref{.step = step, .first_stage = 0};
+    const Future<Message> run = Call(kRunStep, EncodeStepRef(ref));
+    std::vector<Parcel::Kind> kinds = {Parcel::Kind::kActivation};
+    if (backward) kinds.push_back(Parcel::Kind::kTarget);
+    for (const Parcel::Kind kind : kinds) {
+      // One that fails takes nothing.
+      const absl::Status delivered =
+          Call(kDeliver, EncodeParcel({.to = ref, .kind = kind}), {at::randn({4, 16})})
+              .Wait()
+              .status();
+      EXPECT_TRUE(delivered.ok() || !run.Wait().ok()) << delivered;
+    }
+    return run.Wait().status();
+  }
+  absl::StatusOr<Stepped> End(uint64_t step) const {
+    const absl::StatusOr<Message> answer =
+        Call(kEndStep, EncodeStepRef({.step = step, .first_stage = 0})).Wait();
+    if (!answer.ok()) return answer.status();
+    return DecodeStepped(answer->payload);
+  }
+
+ private:
+  Future<Message> Call(absl::string_view function, std::string payload,
+                       Tensors tensors = {}) const {
+    return worker_.CallAsync("worker0", absl::StrCat(function, "model"),
+                             {std::move(payload), std::move(tensors)},
+                             {.context = function == kBeginStep ? &context_ : nullptr,
+                              .deadline = Deadline::After(absl::Seconds(30))});
+  }
+
+  Worker& worker_;
+  const Context context_;
+};
+
 // Those of a pipeline: replica r has its ranks on the workers from r * ranks on.
 class PipelineReplicasTest : public PipelineTest {
  protected:
@@ -1839,6 +1895,131 @@ TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
   // Which rank of the other replica hears of it first, and so the reason, is not fixed.
   EXPECT_FALSE(failed[1].ok());
   for (const absl::Status& status : Train(cluster, schedule, xs, ys)) EXPECT_FALSE(status.ok());
+}
+
+// A rank that was done with its part has averaged, and steps of the other replicas go on from that:
+// whether its driver says that the step has failed at once, or when another one has begun.
+TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
+  const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
+  const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
+                                    {Action::Kind::kBackward, 0, 0}};
+  for (const bool is_late : {false, true}) {
+    SCOPED_TRACE(is_late);
+    Cluster cluster(Workers(1));
+    const std::vector<Layers> layers = {Layers(1)};
+    const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
+    const auto stages = PipelineStages::Create(
+        &cluster[0], "model",
+        {{0, {.forward = [&](Tensors in) { return layers[0].Forward(0, in); }, .loss = Loss}}},
+        {.averager = averagers[0]});
+    ASSERT_TRUE(stages.ok()) << stages.status();
+    const DriverOfOneStage driver(cluster[0]);
+    ASSERT_EQ(driver.Begin(1, /*backward=*/true, both), absl::OkStatus());
+    ASSERT_EQ(driver.Run(1), absl::OkStatus());
+    // Neither an evaluation that fails averages, nor a step that was never started.
+    ASSERT_EQ(driver.Begin(2, /*backward=*/false, forward), absl::OkStatus());
+    ASSERT_EQ(driver.Run(2, /*backward=*/false), absl::OkStatus());
+    ASSERT_EQ(driver.End(2).status(), absl::OkStatus());
+    ASSERT_EQ(driver.Begin(3, /*backward=*/true, both), absl::OkStatus());
+    ASSERT_EQ(driver.End(3).status(), absl::OkStatus());
+    ASSERT_EQ(driver.Begin(4, /*backward=*/true, both), absl::OkStatus());
+    ASSERT_EQ(driver.Run(4), absl::OkStatus());
+    if (is_late) {
+      ASSERT_EQ(driver.Begin(5, /*backward=*/true, both), absl::OkStatus());
+    }
+    ASSERT_EQ(driver.End(4).status(), absl::OkStatus());
+    ASSERT_EQ(driver.Begin(6, /*backward=*/true, both), absl::OkStatus());
+    const absl::Status status = driver.Run(6);
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("a step of pipeline 'model' with worker 'worker0' failed: the step has "
+                          "failed on another rank, or for its driver"))
+        << status;
+  }
+}
+
+// The last rank of the replica that fails has averaged, and is done, when the first one fails,
+// which has nothing to average. Taken again, the step would be averaged with the other replica's
+// next one.
+TEST_P(PipelineReplicasTest, AStepThatFailsWhenAllAveragesAreDoneEndsThem) {
+  const Schedule schedule = *OneForwardOneBackward(2, 2);
+  Cluster cluster(Workers(kReplicas * 2));
+  const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+  for (const Layers& layers : of_replica) {
+    for (at::Tensor parameter : layers.Of(0)) parameter.requires_grad_(false);
+  }
+  const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+  std::atomic<bool> throws{true};
+  const Action last = schedule.lists[0].back();
+  const auto throw_once = [&](const StageSpan& span) {
+    if (span.action.kind != last.kind || span.action.micro_batch != last.micro_batch ||
+        !throws.exchange(false)) {
+      return;
+    }
+    absl::StatusOr<Message> state;
+    do {
+      state = cluster[0].Call(WorkerName(1), absl::StrCat(kDescribe, "model"),
+                              {EncodeStepRef({.step = span.step, .first_stage = 1}), {}});
+    } while (state.ok() && state->payload != "is at the end of its list");
+    throw std::runtime_error("no end today");
+  };
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    const int s = i % 2;
+    const Layers& layers = of_replica[i / 2];
+    PipelineStagesOptions options = {.averager = s == 1 ? averagers[i] : nullptr};
+    if (i == 0) options.on_action = throw_once;
+    made.push_back(*PipelineStages::Create(
+        &cluster[i], "model",
+        {{s,
+          {.forward = [&layers, s](Tensors in) { return layers.Forward(s, std::move(in)); },
+           .loss = Loss}}},
+        options));
+  }
+  const Tensors xs = {at::randn({4, 16}), at::randn({4, 16})};
+  const Tensors ys = {at::randn({4, 16}), at::randn({4, 16})};
+  // Whether the other replica is done before it hears of that is not fixed.
+  const std::vector<absl::Status> failed = Train(cluster, schedule, xs, ys);
+  EXPECT_THAT(std::string(failed[0].message()),
+              AllOf(HasSubstr("no end today"), HasSubstr(WorkerName(0))));
+  for (const absl::Status& status : Train(cluster, schedule, xs, ys)) {
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("a step of pipeline 'model' with worker 'worker1' failed"))
+        << status;
+  }
+}
+
+// The ranks have done all, and yet the step has failed for who takes it. One that averages and does
+// not hear of that would go on with a good group.
+TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
+  std::atomic<int> ends{0};
+  Cluster cluster(Workers(1));
+  const auto answer = [&](absl::string_view function, const RequestHandler& handler) {
+    EXPECT_EQ(cluster[0].RegisterOwn(absl::StrCat(function, "model"), handler), absl::OkStatus());
+  };
+  const auto nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
+  answer(kBeginStep, [](Request&) -> absl::StatusOr<Message> {
+    return Message{EncodeBegun({.averages = true}), {}};
+  });
+  answer(kDeliver, nothing);
+  answer(kRunStep, nothing);
+  answer(kEndStep, [&](Request&) -> absl::StatusOr<Message> {
+    if (++ends > 1) return absl::UnavailableError("no answer today");
+    return Message{EncodeStepped({}), {}};
+  });
+  const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
+  const auto train = [&] {
+    const Context context = cluster[0].NewContext();
+    return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  };
+  const std::string unknown = "worker 'worker0' may not have failed its average over the replicas";
+  const absl::Status told = train();
+  EXPECT_FALSE(told.ok());
+  EXPECT_EQ(ends, 1);
+  EXPECT_THAT(std::string(told.message()), Not(HasSubstr(unknown)));
+  const absl::Status untold = train();
+  EXPECT_EQ(ends, 2);
+  EXPECT_THAT(std::string(untold.message()),
+              AllOf(HasSubstr(unknown), HasSubstr("no answer today")));
 }
 
 // The last rank averages, and steps, before the first one goes backward.
@@ -2886,60 +3067,30 @@ TEST_P(PipelineTest, WhatAStepThatWasReplacedHasSteppedIsKnown) {
                          .step = [](const Context&) { return absl::OkStatus(); }};
   const auto stages = PipelineStages::Create(&cluster[0], "model", {{0, stage}});
   ASSERT_TRUE(stages.ok()) << stages.status();
-  const Context context = cluster[0].NewContext();
-  const auto call = [&](absl::string_view function, std::string payload, Tensors tensors = {}) {
-    return cluster[0].CallAsync("worker0", absl::StrCat(function, "model"),
-                                {std::move(payload), std::move(tensors)},
-                                {.context = function == kBeginStep ? &context : nullptr,
-                                 .deadline = Deadline::After(absl::Seconds(30))});
-  };
+  const DriverOfOneStage driver(cluster[0]);
+  const std::vector<Action> list = {
+      {Action::Kind::kForward, 0, 0}, {Action::Kind::kBackward, 0, 0}, {Action::Kind::kStep, 0, 0}};
   const auto begin = [&](uint64_t step) {
-    const StepPlan plan{.step = step,
-                        .pipeline = 1,
-                        .rank = 0,
-                        .micro_batches = 1,
-                        .backward = true,
-                        .has_targets = true,
-                        .rank_of_stage = {0},
-                        .workers = {"worker0"},
-                        .list = {{Action::Kind::kForward, 0, 0},
-                                 {Action::Kind::kBackward, 0, 0},
-                                 {Action::Kind::kStep, 0, 0}},
-                        .weights = {1}};
-    EXPECT_EQ(call(kBeginStep, EncodePlan(plan)).Wait().status(), absl::OkStatus());
-  };
-  const auto stepped = [&](uint64_t step) -> absl::StatusOr<Stepped> {
-    const absl::StatusOr<Message> answer =
-        call(kEndStep, EncodeStepRef({.step = step, .first_stage = 0})).Wait();
-    if (!answer.ok()) return answer.status();
-    return DecodeStepped(answer->payload);
+    EXPECT_EQ(driver.Begin(step, /*backward=*/true, list), absl::OkStatus());
   };
   begin(1);
-  const StepRef ref{.step = 1, .first_stage = 0};
-  const Future<Message> runs = call(kRunStep, EncodeStepRef(ref));
-  for (const Parcel::Kind kind : {Parcel::Kind::kActivation, Parcel::Kind::kTarget}) {
-    ASSERT_EQ(call(kDeliver, EncodeParcel({.to = ref, .kind = kind}), {at::randn({4, 16})})
-                  .Wait()
-                  .status(),
-              absl::OkStatus());
-  }
-  ASSERT_EQ(runs.Wait().status(), absl::OkStatus());
+  ASSERT_EQ(driver.Run(1), absl::OkStatus());
   begin(2);  // and never runs
   begin(3);
-  const absl::StatusOr<Stepped> first = stepped(1), second = stepped(2);
+  const absl::StatusOr<Stepped> first = driver.End(1), second = driver.End(2);
   ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
   EXPECT_EQ(*first, (Stepped{{0, true}}));
   EXPECT_TRUE(second->empty());
   // What comes for one of them says why it is too late.
-  const absl::Status late = call(kRunStep, EncodeStepRef(ref)).Wait().status();
+  const absl::Status late = driver.Run(1);
   EXPECT_EQ(late.code(), absl::StatusCode::kFailedPrecondition) << late;
   EXPECT_THAT(std::string(late.message()),
               HasSubstr("worker 'worker0' has begun another step of pipeline 'model' on worker "
                         "'worker0' since: a stage runs one step at a time"));
   // Those of long ago are forgotten.
   for (uint64_t step = 4; step < 14; ++step) begin(step);
-  EXPECT_FALSE(stepped(1).ok());
-  EXPECT_TRUE(stepped(10).ok());
+  EXPECT_FALSE(driver.End(1).ok());
+  EXPECT_TRUE(driver.End(10).ok());
 }
 
 // Tied parameters would be sent to the first stage of a rank that has none.

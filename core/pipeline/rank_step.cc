@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "core/base/blocking.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -325,6 +326,15 @@ void RankStep::OnStop() {
 Future<Message> RankStep::End(const absl::Status& why) {
   Stop(why);
   OnStop();  // another thread may have begun to stop it, and not have come so far
+  bool ran = false, runs = false;
+  {
+    absl::MutexLock lock(&mu_);
+    ran = ran_;
+    runs = state_ == State::kStopping;
+  }
+  // Its list may have ended well before, or end well at this moment: nothing else tells the
+  // replicas then. What has stopped one that runs is the cause; what came later is not.
+  if (ran) FailAverages(runs ? cancellation_->why() : why);
   absl::MutexLock lock(&mu_);
   if (steps_) return ends_.emplace_back().future();
   return Future<Message>::Of(Message{EncodeStepped(stepped_), {}});
@@ -782,6 +792,13 @@ absl::Status RankStep::Average() {
   return SetPhase(nullptr);
 }
 
+void RankStep::FailAverages(const absl::Status& why) {
+  if (!averages()) return;
+  const BlockingScope blocking;  // it tells the other replicas, in the job's store
+  averager_->Fail(Annotate(why, absl::StrCat("a step of pipeline '", pipeline_, "' with worker '",
+                                             worker_->name(), "' failed")));
+}
+
 absl::Status RankStep::CheckIsAveraged(const at::Tensor& parameter) const {
   if (averager_ == nullptr ? averages_elsewhere_.empty() : averager_->Averages(parameter)) {
     return absl::OkStatus();
@@ -1001,11 +1018,7 @@ void RankStep::Run() {
   }
   // Other ranks of this replica may have averaged already. If the step were taken again, they would
   // average with the other replicas' next step, and this rank with the one that failed.
-  if (!result.ok() && ran && averages()) {
-    averager_->Fail(
-        Annotate(result.status(), absl::StrCat("a step of pipeline '", pipeline_,
-                                               "' failed on worker '", worker_->name(), "'")));
-  }
+  if (!result.ok() && ran) FailAverages(result.status());
   // What it held ends here, and not when the next step begins.
   runs_.clear();
   inputs_.clear();

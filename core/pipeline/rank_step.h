@@ -90,8 +90,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Ends the step with an error, unless it has ended. Does not wait for a function that runs.
   void Stop(const absl::Status& why) { cancellation_->Cancel(why); }
 
-  // Stops the step, and begins none of its stages' steps from then on. The future is done when none
-  // of them runs any more, with those that have (Stepped).
+  // Says that the step as a whole has failed. Stops it, and begins none of its stages' steps from
+  // then on. If the rank averages, its averages fail, also where it has ended well already; that
+  // may wait for the job's store. The future is done when none of the steps runs any more, with
+  // those that have (Stepped).
   Future<Message> End(const absl::Status& why);
 
   absl::Status Deliver(const Parcel& parcel, Tensors tensors);
@@ -152,6 +154,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // backward; and what is left of it.
   absl::Status BeginAverage();
   absl::Status Average();
+  // Fails the averages, if there are some, for this replica's step is not that of the others.
+  void FailAverages(const absl::Status& why);
   // kFailedPrecondition for a parameter whose gradient is not averaged though others are: each
   // replica would train it by itself, and nobody would hear of it.
   absl::Status CheckIsAveraged(const at::Tensor& parameter) const;

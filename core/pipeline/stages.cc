@@ -125,8 +125,9 @@ class PipelineStages::Impl {
                                        std::move(plan), request);
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
-    std::vector<std::shared_ptr<RankStep>> before;   // steps of the same stages
-    std::vector<std::shared_ptr<RankStep>> earlier;  // of which some end here, outside the lock
+    std::vector<std::shared_ptr<RankStep>> before;  // steps of the same stages
+    // Some of these end here, outside the lock.
+    std::vector<std::shared_ptr<RankStep>> earlier, dropped;
     {
       absl::MutexLock lock(&mu_);
       if (closed_) return Closed();
@@ -148,8 +149,10 @@ class PipelineStages::Impl {
           own.earlier.push_back(each);
           continue;
         }
-        own.over.emplace_back(each->plan().step, each->stepped());
-        if (own.over.size() > kMostStepsKept) own.over.pop_front();
+        own.over.push_back(each);
+        if (own.over.size() <= kMostStepsKept) continue;
+        dropped.push_back(std::move(own.over.front()));
+        own.over.pop_front();
       }
       own.step = step;
     }
@@ -223,13 +226,13 @@ class PipelineStages::Impl {
         for (const std::shared_ptr<RankStep>& each : found->second.AllSteps()) {
           if (each->plan().step == ref->step) step = each;
         }
-        for (const auto& [number, stepped] : found->second.over) {
-          if (number == ref->step) return Future<Message>::Of(Message{EncodeStepped(stepped), {}});
+        for (const std::shared_ptr<RankStep>& each : found->second.over) {
+          if (each->plan().step == ref->step) step = each;
         }
       }
       if (step == nullptr) return Future<Message>::Of(Find(*ref).status());
     }
-    return step->End(absl::AbortedError("the step has failed on another rank"));
+    return step->End(absl::AbortedError("the step has failed on another rank, or for its driver"));
   }
 
   bool Close(Deadline deadline) {
@@ -264,8 +267,9 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> step;  // the last one that was begun
     // Those before it of which a function may still run.
     std::vector<std::shared_ptr<RankStep>> earlier;
-    // What others before it have stepped, by the steps' numbers: their drivers may ask yet.
-    std::deque<std::pair<uint64_t, Stepped>> over;
+    // Others before it, which have ended: their drivers may ask yet what they have stepped, and say
+    // that they have failed.
+    std::deque<std::shared_ptr<RankStep>> over;
     std::unique_ptr<RankThread> thread;
 
     std::vector<std::shared_ptr<RankStep>> AllSteps() const {
