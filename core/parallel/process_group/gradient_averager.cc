@@ -49,7 +49,8 @@ absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
                             "buckets of ", options.bucket_bytes, " bytes, the first of ",
                             options.first_bucket_bytes,
                             options.divide_by_active ? ", divided by the active ranks" : "")));
-    wrong = difference.empty() ? tensors.CheckBroadcast() : absl::InvalidArgumentError(difference);
+    wrong = difference.empty() ? tensors.CheckSparse() : absl::InvalidArgumentError(difference);
+    if (wrong.ok()) wrong = tensors.CheckBroadcast();
     if (!wrong.ok()) return absl::OkStatus();
     DG_RETURN_IF_ERROR(tensors.Broadcast(0));
     parts = std::make_shared<Parts>(group, std::move(tensors), options);

@@ -967,6 +967,31 @@ TEST(GradientAveragerTest, NeitherAreThoseThatWereChangedSince) {
   }
 }
 
+// All ranks agree on that, too.
+TEST(GradientAveragerTest, AParameterWithoutRowsHasNoSparseGradient) {
+  RunRanks(2, [](Group group) {
+    const Tensor scale = Parameter({}), w = Parameter({2}, group->rank());
+    const auto create = [&](bool is_sparse) {
+      return GradientAverager::Create(
+                 group,
+                 {{"w", w}, {.name = "scale", .tensor = scale, .sparse_gradient = is_sparse}}, {})
+          .status();
+    };
+    absl::Status status = create(true);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "parameter 'scale' has no dimensions")) << status;
+    // Where one rank alone has marked it, that is what differs.
+    status = create(group->rank() == 1);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "rank 1 has sparse parameter 'scale': Float [] on cpu"))
+        << status;
+    EXPECT_TRUE(w.equal(torch::full({2}, float(group->rank())))) << "nothing was broadcast";
+    status = create(false);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(w.equal(torch::zeros({2})));
+  });
+}
+
 TEST(GradientAveragerTest, SparseGradientsAreAveraged) {
   for (const bool divide_by_active : {false, true}) {
     RunRanks(3, [&](Group group) {

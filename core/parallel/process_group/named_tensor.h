@@ -12,8 +12,8 @@ namespace distgrad {
 struct NamedTensor {
   std::string name;
   at::Tensor tensor;
-  // Whether its gradient is sparse: it goes alone, and nothing but its nonzero rows is sent. A
-  // sparse gradient of any other parameter becomes dense.
+  // Whether its gradient is sparse: it goes alone, and nothing but its nonzero rows is sent; so it
+  // has at least one dimension. A sparse gradient of any other parameter becomes dense.
   bool sparse_gradient = false;
 };
 

@@ -127,6 +127,17 @@ std::string ReplicatedTensors::WhyNotBroadcast(const at::Tensor& tensor) const {
   return "";
 }
 
+absl::Status ReplicatedTensors::CheckSparse() const {
+  for (const NamedTensor& each : trained_) {
+    if (!each.sparse_gradient || each.tensor.dim() > 0) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "process group '", group_->name(), "': parameter '", each.name,
+        "' has no dimensions, and so no rows that a sparse gradient could have; do not mark it "
+        "(NamedTensor::sparse_gradient)"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ReplicatedTensors::CheckBroadcast() const {
   for (const std::vector<NamedTensor>* tensors : {&trained_, &frozen_, &buffers_}) {
     for (const NamedTensor& each : *tensors) {

@@ -30,8 +30,9 @@ class ReplicatedTensors {
   // Says, on every rank, which rank and tensor are the first that differ from rank 0's, or where
   // `settings` differ; "" if nothing does.
   absl::StatusOr<std::string> Difference(const std::string& settings) const;
-  // Returns kInvalidArgument for a tensor that cannot be broadcast. Where nothing differs, all
-  // ranks get the same answer.
+  // Return kInvalidArgument for a parameter whose gradient cannot be sparse, and for a tensor that
+  // cannot be broadcast. Where nothing differs, all ranks get the same answer.
+  absl::Status CheckSparse() const;
   absl::Status CheckBroadcast() const;
   // Returns kFailedPrecondition if a frozen one requires grad by now.
   absl::Status CheckFrozen() const;
