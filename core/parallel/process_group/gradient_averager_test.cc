@@ -983,8 +983,7 @@ TEST(GradientAveragerTest, AParameterWithoutRowsHasNoSparseGradient) {
     // Where one rank alone has marked it, that is what differs.
     status = create(group->rank() == 1);
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-    EXPECT_TRUE(Contains(status, "rank 1 has sparse parameter 'scale': Float [] on cpu"))
-        << status;
+    EXPECT_TRUE(Contains(status, "rank 1 has sparse parameter 'scale': Float [] on cpu")) << status;
     EXPECT_TRUE(w.equal(torch::full({2}, float(group->rank())))) << "nothing was broadcast";
     status = create(false);
     EXPECT_TRUE(status.ok()) << status;
