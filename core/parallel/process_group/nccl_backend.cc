@@ -308,6 +308,10 @@ class NcclWork final : public c10d::Work {
   // Until the deadline that it has had since it began.
   bool wait(std::chrono::milliseconds /*timeout*/) override {
     communicator_->AwaitEnd(ending_->what, deadline_, ending_->end);
+    // The group keeps its last collective: its timers would ask a device, which may be busy with
+    // something else at the deadline and be taken for one that hangs.
+    ending_->seen = true;
+    if (query_.has_value()) communicator_->Unwatch(*query_, *ending_);
     return true;
   }
 

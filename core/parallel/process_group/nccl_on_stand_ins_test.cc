@@ -288,6 +288,18 @@ TEST(NcclOnStandInsTest, ASumThatHasEndedInTimeMayBeWaitedForLate) {
   EXPECT_EQ(fake_nccl::Communicators(), 1);
 }
 
+// The group goes on, whatever the device does when that deadline comes.
+TEST(NcclOnStandInsTest, ASumThatWasWaitedForIsWatchedNoLonger) {
+  FakeClock clock;
+  const NewBackend alone = Alone(&clock);
+  std::vector<at::Tensor> tensors = {On(0, 1)};
+  const auto work = alone.backend->allreduce(tensors);
+  EXPECT_NE(clock.NextTimer(), absl::InfiniteFuture());
+  EXPECT_TRUE(work->wait());
+  EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+  EXPECT_EQ(fake_nccl::Communicators(), 1);
+}
+
 TEST(NcclOnStandInsTest, ASumThatHasNotEndedInTimeIsAbortedASecondLater) {
   FakeClock clock;
   const NewBackend alone = Alone(&clock);
