@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "absl/synchronization/notification.h"
+#include "core/base/deadline.h"
 #include "core/base/fake_clock.h"
 #include "core/parallel/nccl/nccl_pool.h"
 #include "gmock/gmock.h"
@@ -433,9 +434,14 @@ TEST_F(NcclCollectivesTest, NothingIsAskedOfTheDevicesOnceAllHaveLeft) {
   script_.query = [](const c10::Event&) { return false; };
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   EXPECT_NE(clock_.NextTimer(), absl::InfiniteFuture());
-  pool.Leave();
+  pool.Leave(Deadline::Never());
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+  // Nor by a list that another thread makes meanwhile.
+  const auto later = pool.Get({devices_[2], devices_[1]}, absl::Seconds(5));
+  ASSERT_TRUE(later.ok()) << later.status();
+  ASSERT_TRUE(NcclCollectives(*later, {}).Broadcast({at::ones({4}, devices_[1])}).ok());
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
   script_.query = [](const c10::Event& end) { return end.query(); };
 }
@@ -454,7 +460,9 @@ TEST_F(NcclCollectivesTest, WhoIsAskingTheDevicesIsWaitedForAndDeadlinesHoldMean
   ASSERT_TRUE(collectives.Broadcast({at::ones({4}, devices_[0])}).ok());
   std::thread asks([&] { queries.Advance(absl::Milliseconds(100)); });
   asked.WaitForNotification();
-  std::thread leaves([&] { collectives.communicators()->Leave(); });
+  std::thread leaves([&] {
+    while (!collectives.communicators()->TryLeave()) std::this_thread::yield();
+  });
   clock_.Advance(absl::Seconds(7));
   leaves.join();
   asks.join();
@@ -462,6 +470,30 @@ TEST_F(NcclCollectivesTest, WhoIsAskingTheDevicesIsWaitedForAndDeadlinesHoldMean
   for (FakeClock* const clock : {&clock_, &queries}) {
     EXPECT_EQ(clock->NextTimer(), absl::InfiniteFuture());
   }
+}
+
+// The driver may never let NCCL end it.
+TEST_F(NcclCollectivesTest, AnAbortThatDoesNotEndHoldsUpNoEndOfTheProcess) {
+  NcclPool pool(Platform(), &clock_);
+  const auto first = pool.Get(devices_, absl::Minutes(5));
+  const auto second = pool.Get({devices_[2], devices_[1]}, absl::Minutes(5));
+  ASSERT_TRUE(first.ok() && second.ok());
+  script_.query = [](const c10::Event&) { return false; };
+  ASSERT_TRUE(NcclCollectives(*second, {}).Broadcast({at::ones({4}, devices_[1])}).ok());
+  absl::Notification aborts, end;
+  script_.abort = [&] {
+    aborts.Notify();
+    end.WaitForNotification();
+  };
+  std::thread holder([&] { (*first)->Abort(absl::InternalError("the test aborts it")); });
+  aborts.WaitForNotification();
+  // All of it has passed: each is tried once.
+  pool.Leave(Deadline::After(absl::ZeroDuration()));
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture()) << "the other one has left";
+  end.Notify();
+  holder.join();
+  EXPECT_TRUE((*first)->TryLeave());
+  script_.query = [](const c10::Event& end) { return end.query(); };
 }
 
 TEST_F(NcclCollectivesTest, SettingUpHasADeadlineToo) {

@@ -228,16 +228,15 @@ absl::Status NcclCommunicators::AwaitReady(const std::string& what, absl::Durati
   }
 }
 
-void NcclCommunicators::Leave() {
-  absl::MutexLock lock(&mu_);
+bool NcclCommunicators::TryLeave() {
   left_ = true;
+  if (!mu_.TryLock()) return false;
   if (queried_ && query_clock_->Cancel(query_)) queried_ = false;
   // Who asks may wait for what a deadline alone ends: so deadlines are kept until then.
-  const auto nobody_asks = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return !queried_; };
-  mu_.Await(absl::Condition(&nobody_asks));
-  if (watched_ && clock_->Cancel(watch_)) watched_ = false;
-  const auto nobody_looks = [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return !watched_; };
-  mu_.Await(absl::Condition(&nobody_looks));
+  if (!queried_ && watched_ && clock_->Cancel(watch_)) watched_ = false;
+  const bool left = !queried_ && !watched_;
+  mu_.Unlock();
+  return left;
 }
 
 void NcclCommunicators::SetTimers() {
@@ -277,7 +276,7 @@ void NcclCommunicators::FailIfLate(absl::Duration grace) {
 }
 
 void NcclCommunicators::Query() {
-  QueryUntilOneRuns();
+  if (!left_) QueryUntilOneRuns();
   absl::MutexLock lock(&mu_);
   queried_ = false;
   SetTimers();

@@ -7,6 +7,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <list>
@@ -98,9 +99,10 @@ class NcclCommunicators {
   // For a thread that has the turn. The collective may take `timeout`, from now on.
   absl::Status Launch(Collective collective, absl::Duration timeout);
   void Abort(const absl::Status& why);
-  // For the end of the process, while CUDA is still there: when it returns nothing asks the devices
-  // any more, and no deadline is kept. Waits for a thread that is asking.
-  void Leave();
+  // For the end of the process, while CUDA is still there, again and again until it is true: then
+  // nothing asks the devices any more, and no deadline is kept. False while a thread asks, or
+  // another one aborts, either of which may never end. From the first call on nobody begins to ask.
+  bool TryLeave();
 
  private:
   // A collective that was launched.
@@ -143,7 +145,7 @@ class NcclCommunicators {
   Clock::TimerId watch_ ABSL_GUARDED_BY(mu_) = 0;
   bool queried_ ABSL_GUARDED_BY(mu_) = false;  // so is the one on query_clock_
   Clock::TimerId query_ ABSL_GUARDED_BY(mu_) = 0;
-  bool left_ ABSL_GUARDED_BY(mu_) = false;
+  std::atomic<bool> left_ = false;  // not guarded: an abort that does not end holds mu_
 
   // The last members: they wait for timers that are firing.
   std::unique_ptr<Clock> own_clock_, own_query_clock_;

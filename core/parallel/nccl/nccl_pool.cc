@@ -7,9 +7,16 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "core/base/status.h"
 
 namespace distgrad {
+namespace {
+
+// Between two polls of whether all have left: what holds one up may hold its mutex, too.
+constexpr absl::Duration kLeaveInterval = absl::Microseconds(100);
+
+}  // namespace
 
 absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclPool::Get(
     const std::vector<c10::Device>& devices, absl::Duration timeout) {
@@ -23,18 +30,26 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclPool::Get(
   DG_ASSIGN_OR_RETURN(auto made,
                       NcclCommunicators::Create(devices, timeout, platform_, order_, clock_));
   absl::MutexLock lock(&mu_);
+  if (left_) made->TryLeave();  // there is nothing yet that it could wait for
   known_.push_front(made);
   dropped.splice(dropped.end(), Superfluous());
   return made;
 }
 
-void NcclPool::Leave() {
-  List all;
+void NcclPool::Leave(Deadline deadline) {
+  List staying;
   {
     absl::MutexLock lock(&mu_);
-    all = known_;
+    left_ = true;
+    staying = known_;
   }
-  for (const auto& each : all) each->Leave();
+  // One that stands still holds up no other.
+  const auto leaves = [](const auto& communicators) { return communicators->TryLeave(); };
+  while (true) {
+    staying.remove_if(leaves);
+    if (staying.empty() || deadline.Passed()) return;
+    absl::SleepFor(kLeaveInterval);
+  }
 }
 
 std::shared_ptr<NcclCommunicators> NcclPool::Find(const std::vector<c10::Device>& devices,

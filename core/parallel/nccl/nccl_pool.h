@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/base/deadline.h"
 #include "core/parallel/nccl/nccl_communicators.h"
 
 namespace distgrad {
@@ -30,8 +31,9 @@ class NcclPool {
   // for their turn, and then for NCCL, `timeout` at most each time.
   absl::StatusOr<std::shared_ptr<NcclCommunicators>> Get(const std::vector<c10::Device>& devices,
                                                          absl::Duration timeout);
-  // Has all leave (NcclCommunicators::Leave()), for the end of the process.
-  void Leave();
+  // Has all leave (NcclCommunicators::TryLeave()), for the end of the process, and those that are
+  // made later. Where something does not end by the deadline, the process ends all the same.
+  void Leave(Deadline deadline = Deadline::After(absl::Seconds(2)));
 
  private:
   using List = std::list<std::shared_ptr<NcclCommunicators>>;
@@ -47,6 +49,7 @@ class NcclPool {
 
   absl::Mutex mu_;
   List known_ ABSL_GUARDED_BY(mu_);  // the one used last is the first
+  bool left_ ABSL_GUARDED_BY(mu_) = false;
 };
 
 }  // namespace distgrad
