@@ -136,7 +136,8 @@ class Communicator {
         });
       }
       try {
-        ending->seen = platform_.query(ending->end);
+        // Never back to false: who waits may have seen it end meanwhile.
+        if (platform_.query(ending->end)) ending->seen = true;
       } catch (...) {
         Abort(Annotate(StatusFromException(std::current_exception()),
                        absl::StrCat("NCCL: ", ending->what)));
