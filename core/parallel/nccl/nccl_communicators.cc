@@ -91,6 +91,11 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclCommunicators::Create(
     return Annotate(StatusFromException(std::current_exception()), made->name_);
   }
   DG_RETURN_IF_ERROR(made->AwaitReady("setting up", timeout));
+  if (made->own_clock_ != nullptr) {
+    // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the first's kernels.
+    made->own_clock_->At(made->own_clock_->Now(),
+                         [first = made->devices_[0]] { GuardOf(first).uncheckedSetDevice(first); });
+  }
   return made;
 }
 

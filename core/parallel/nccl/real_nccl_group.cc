@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/graph_capture.h"
@@ -77,12 +78,11 @@ class RealNcclGroup final : public NcclGroup {
   }
 
   void Abort() override {
-    for (ncclComm_t& communicator : communicators_) {
-      if (communicator == nullptr) continue;
-      // What it answers changes nothing: the communicator is gone either way. Set to null after it:
-      // a thread of NCCL's that sets it up may write it until then.
-      nccl_.abort(communicator);
-      communicator = nullptr;
+    for (size_t i = 0; i < devices_.size(); ++i) {
+      if (communicators_[i] == nullptr) continue;
+      AbortOnDevice(i);
+      // Set to null after it: a thread of NCCL's that sets it up may write it until then.
+      communicators_[i] = nullptr;
     }
   }
 
@@ -130,6 +130,23 @@ class RealNcclGroup final : public NcclGroup {
       status.Update(Thrown(what, i));
     }
     return status;
+  }
+
+  // On the device, for in the end NCCL makes the one current again that was it before, and so a
+  // context on it. An error of CUDA hinders no abort: NCCL does without.
+  void AbortOnDevice(size_t i) {
+    std::optional<int> before;
+    try {
+      before = nccl_.exchange_device(devices_[i].index());
+    } catch (...) {
+      DG_LOG(WARNING) << "NCCL: " << Thrown("ncclCommAbort", i);
+    }
+    nccl_.abort(communicators_[i]);  // what it answers changes nothing: it is gone either way
+    try {
+      if (before.has_value()) nccl_.restore_device(*before);
+    } catch (...) {
+      DG_LOG(WARNING) << "NCCL: " << Thrown("ncclCommAbort", i);
+    }
   }
 
   // Of the exception that is being handled.

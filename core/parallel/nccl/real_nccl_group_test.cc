@@ -59,7 +59,8 @@ NcclFunctions Functions() {
     return ncclSuccess;
   };
   functions.abort = [](ncclComm_t communicator) {
-    fake.calls.push_back("abort " + std::to_string(reinterpret_cast<uintptr_t>(communicator) - 1));
+    fake.calls.push_back("abort " + std::to_string(reinterpret_cast<uintptr_t>(communicator) - 1) +
+                         " on " + std::to_string(fake.current));
     return ncclSuccess;
   };
   functions.group_start = [] {
@@ -86,8 +87,27 @@ TEST(NcclGroupTest, CommunicatorsDoNotBlockAndStandOnTheirDevices) {
     fake.state = ncclSuccess;
     EXPECT_TRUE((*group)->Ready().value());
   }
-  EXPECT_THAT(fake.calls,
-              ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0", "abort 1"));
+  EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0 on 0",
+                                      "abort 1 on 1"));
+  EXPECT_EQ(fake.current, 7);
+}
+
+// As after a kernel that has read invalid memory.
+TEST(NcclGroupTest, CommunicatorsAreAbortedThoughDevicesCannotBeTaken) {
+  static bool broken;
+  broken = false;
+  NcclFunctions functions = Functions();
+  functions.exchange_device = [](int device) {
+    TORCH_CHECK(!broken, "CUDA error: an illegal memory access was encountered");
+    return std::exchange(fake.current, device);
+  };
+  {
+    auto group = StartNcclGroup(kTwo, functions);
+    ASSERT_TRUE(group.ok()) << group.status();
+    fake.calls.clear();
+    broken = true;
+  }
+  EXPECT_THAT(fake.calls, ElementsAre("abort 0 on 7", "abort 1 on 7"));
 }
 
 TEST(NcclGroupTest, ACommunicatorThatCannotBeMadeEndsTheOthers) {
@@ -100,7 +120,8 @@ TEST(NcclGroupTest, ACommunicatorThatCannotBeMadeEndsTheOthers) {
               AllOf(HasSubstr("ncclCommInitRankConfig of cuda:1: unhandled cuda error"),
                     HasSubstr("the cable is cut")));
   // The group is closed all the same.
-  EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0"));
+  EXPECT_THAT(fake.calls,
+              ElementsAre("start", "init 0 on 0", "init 1 on 1", "end", "abort 0 on 0"));
   EXPECT_EQ(fake.current, 7);
 }
 
@@ -116,7 +137,7 @@ TEST(NcclGroupTest, AGroupIsClosedThoughADeviceCannotBeTaken) {
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_THAT(std::string(status.message()),
               AllOf(HasSubstr("ncclCommInitRankConfig of cuda:1"), HasSubstr("out of memory")));
-  EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "end", "abort 0"));
+  EXPECT_THAT(fake.calls, ElementsAre("start", "init 0 on 0", "end", "abort 0 on 0"));
   EXPECT_EQ(fake.current, 7);
 }
 

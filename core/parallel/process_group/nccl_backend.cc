@@ -58,6 +58,24 @@ const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
   return *c10::impl::getDeviceGuardImpl(device.type());
 }
 
+// Makes the device the current one, for NCCL's sake: when it has ended a communicator it makes the
+// device current again that was it before, and a process of rank 1 would have a context on the GPU
+// of rank 0, for ever. An error of CUDA hinders no end: NCCL does without.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::Device device) {
+    try {
+      guard_.emplace(device);
+    } catch (...) {
+      DG_LOG(WARNING) << "NCCL of " << device.str() << ": "
+                      << StatusFromException(std::current_exception());
+    }
+  }
+
+ private:
+  std::optional<c10::DeviceGuard> guard_;
+};
+
 absl::Status Left() { return absl::UnavailableError("NCCL: the group was left"); }
 
 // Aborts are heard of as errors; a sum that was aborted is worth nothing. Thread-safe.
@@ -71,7 +89,12 @@ class Communicator {
         own_queries_(place.clock != nullptr ? nullptr : ValueOrThrow(NewSystemClock())),
         own_aborts_(place.clock != nullptr ? nullptr : ValueOrThrow(NewSystemClock())),
         queries_(place.clock != nullptr ? place.clock : own_queries_.get()),
-        aborts_(place.clock != nullptr ? place.clock : own_aborts_.get()) {}
+        aborts_(place.clock != nullptr ? place.clock : own_aborts_.get()) {
+    // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the kernels.
+    if (place.clock == nullptr) {
+      aborts_->At(aborts_->Now(), [device] { GuardOf(device).uncheckedSetDevice(device); });
+    }
+  }
   ~Communicator() { Abort(Left()); }
 
   absl::Duration timeout() const { return timeout_; }
@@ -169,6 +192,7 @@ class Communicator {
       {
         absl::MutexLock lock(&mu_);
         if (communicator_ == nullptr) return;
+        const OnDevice on_device(device_);
         Check("ncclCommFinalize", ncclCommFinalize(communicator_));
       }
       Await("leaving", Deadline::After(kFlushTimeout), [&] { return IsReady(); });
@@ -183,6 +207,7 @@ class Communicator {
     absl::MutexLock lock(&mu_);
     if (communicator_ == nullptr) return;
     why_ = std::move(why);
+    const OnDevice on_device(device_);
     // What it answers changes nothing: the communicator is gone either way. Set to null after it: a
     // thread of NCCL's that sets it up may write it until then.
     ncclCommAbort(communicator_);

@@ -313,6 +313,37 @@ TEST(NcclOnStandInsTest, ASumThatHasNotEndedInTimeIsAbortedASecondLater) {
   EXPECT_THROW(work->wait(), std::exception);
 }
 
+// By whatever thread: NCCL would make a context on the device that is current there.
+TEST(NcclOnStandInsTest, CommunicatorsAreEndedOnTheirDevice) {
+  const int before = fake_nccl::EndedElsewhere();
+  for (const bool fails : {false, true}) {
+    absl::StatusOr<std::shared_ptr<ProcessGroup>> group;
+    {
+      const c10::DeviceGuard guard(Gpu(1));
+      group = ProcessGroup::Create(
+          {.name = "alone", .store = NewInProcessStore(), .rank = 0, .size = 1, .backend = "nccl"});
+    }
+    ASSERT_TRUE(group.ok()) << group.status();
+    if (fails) (*group)->Fail(absl::DataLossError("no disk"));
+  }
+  {
+    FakeClock clock;
+    const c10::DeviceGuard guard(Gpu(1));
+    const NewBackend alone = Alone(&clock);
+    std::vector<at::Tensor> tensors = {On(1, 1)};
+    const fake_cuda::Standstill standstill;
+    const auto work = alone.backend->allreduce(tensors);
+    std::thread timers([&] {
+      clock.AdvanceTo(clock.NextTimer());
+      clock.AdvanceTo(clock.NextTimer());
+    });
+    timers.join();
+    EXPECT_EQ(fake_nccl::Communicators(), 0);
+  }
+  EXPECT_EQ(fake_nccl::EndedElsewhere(), before);
+  EXPECT_EQ(c10::cuda::current_device(), 0);
+}
+
 // Nobody would look at its deadline, and its caller could not wait for it.
 TEST(NcclOnStandInsTest, WhatRunsWhileMemoryIsShortIsAborted) {
   bool thrown = true;

@@ -46,6 +46,7 @@ struct Clique {
 struct ncclComm {
   std::shared_ptr<Clique> clique;
   int rank = 0;
+  int device = 0;
   uint64_t collectives = 0;
 };
 
@@ -56,11 +57,18 @@ std::mutex mu;
 std::map<std::string, std::shared_ptr<Clique>> cliques;
 int communicators = 0;
 int finalized = 0;
+int elsewhere = 0;
 int begun = 0;
 int silent = 0;
 int failing = 0;
 bool file = false;
 uint64_t ids = 0;
+
+int CurrentDevice() {
+  int device = 0;
+  cudaGetDevice(&device);
+  return device;
+}
 
 bool IsReady(const ncclComm& communicator) {
   return silent == 0 && communicator.clique->connected == communicator.clique->size;
@@ -163,6 +171,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* out, int size, ncclUniqueId id, 
   ++clique->connected;
   communicator->clique = clique;
   communicator->rank = rank;
+  communicator->device = CurrentDevice();
   ++communicators;
   *out = communicator;
   return ncclInProgress;
@@ -178,6 +187,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error)
 ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclSuccess;
   const std::lock_guard<std::mutex> lock(mu);
+  if (CurrentDevice() != communicator->device) ++elsewhere;
   communicator->clique->ranks.erase(communicator->rank);
   // Its streams go on, whatever they have.
   for (auto& [number, collective] : communicator->clique->collectives) {
@@ -195,6 +205,7 @@ ncclResult_t ncclCommFinalize(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclInvalidArgument;
   const std::lock_guard<std::mutex> lock(mu);
   ++finalized;
+  if (CurrentDevice() != communicator->device) ++elsewhere;
   return ncclInProgress;
 }
 ncclResult_t ncclGroupStart() { return ncclSuccess; }
@@ -237,6 +248,11 @@ int Communicators() {
 int Finalized() {
   const std::lock_guard<std::mutex> lock(mu);
   return finalized;
+}
+
+int EndedElsewhere() {
+  const std::lock_guard<std::mutex> lock(mu);
+  return elsewhere;
 }
 
 int Begun() {

@@ -13,6 +13,10 @@ int Communicators();
 // How many were told to send what they still have before they end.
 int Finalized();
 
+// How often a communicator was ended, or told to, by a thread with another current device than the
+// communicator's: NCCL makes that one current in the end, which makes a context on it.
+int EndedElsewhere();
+
 // How many parts of collectives ranks have begun.
 int Begun();
 
