@@ -485,6 +485,35 @@ TEST(NcclOnStandInsTest, ItIsRefusedWhileTheStreamIsCaptured) {
   EXPECT_TRUE((*group)->Wait(**running).ok());
 }
 
+// The others know nothing of it, and wait until it comes again.
+TEST(NcclOnStandInsTest, ARankThatCapturesAloneComesAgainToThoseThatWaitForIt) {
+  const auto store = NewInProcessStore();
+  absl::Notification waits;
+  OnRanks(2, [&](int rank) {
+    const auto group = Join(store, rank, 2);
+    ASSERT_TRUE(group.ok()) << group.status();
+    const at::Tensor tensor = On(rank, 1);
+    if (rank == 1) {
+      waits.WaitForNotification();
+      const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, /*device=*/1);
+      const c10::StreamGuard on_stream(stream);
+      const fake_cuda::Capture capture(stream.stream());
+      const absl::Status status = (*group)->BeginSum(tensor, What()).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), "captured into a graph")) << status;
+      EXPECT_TRUE(capture.intact());
+    }
+    for (int step = 0; step < 3; ++step) {
+      const auto running = (*group)->BeginSum(tensor, What());
+      if (rank == 0 && step == 0) waits.Notify();
+      ASSERT_TRUE(running.ok()) << running.status();
+      const absl::Status status = (*group)->Wait(**running);
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    EXPECT_TRUE(tensor.cpu().equal(at::full({1000}, 8.0f))) << "the sums of three steps";
+  });
+}
+
 // CUDA does not say of the default stream that it is captured: to ask is an error, while one that
 // waits for it is.
 TEST(NcclOnStandInsTest, ItIsRefusedOnTheDefaultStreamWhileOneThatWaitsForItIsCaptured) {

@@ -17,6 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
 #include "core/autograd/context_record.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/new_backend.h"
@@ -105,6 +106,41 @@ TEST(RefusedAveragesTest, ABackwardMayBeDoneAgainOutsideOfTheCapture) {
       const absl::Status status = StatusOf([&] { loss().backward(); });
       ASSERT_TRUE(status.ok()) << status;
       EXPECT_TRUE(first.grad().equal(torch::full({8}, 1.5f * static_cast<float>(step))))
+          << first.grad();
+    }
+  });
+}
+
+// The others know nothing of it, and wait until it comes again.
+TEST(RefusedAveragesTest, ARankThatCapturesAloneRepeatsItsBackwardForThoseThatWait) {
+  absl::Notification waits;
+  RunRanks(2, [&](Group group) {
+    const Tensor first = Parameter(), last = Parameter();
+    const auto averager = NewAverager(group, {{"first", first}, {"last", last}});
+    const int64_t before = group->collectives();
+    const auto backward = [&] {
+      const Tensor middle = first * 2;
+      if (group->rank() == 0) {
+        middle.register_hook([&](const Tensor&) {
+          EXPECT_GT(group->collectives(), before) << "the bucket of the last one has begun";
+          if (!waits.HasBeenNotified()) waits.Notify();
+        });
+      }
+      (middle * last).sum().backward();
+    };
+    if (group->rank() == 1) {
+      waits.WaitForNotification();
+      {
+        const Capture capture;
+        ExpectRefused(StatusOf(backward), *group);
+      }
+      EXPECT_EQ(group->collectives(), before) << "nothing was begun";
+      for (const Tensor& parameter : {first, last}) parameter.mutable_grad() = Tensor();
+    }
+    for (int step = 1; step <= 2; ++step) {
+      const absl::Status status = StatusOf(backward);
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_TRUE(first.grad().equal(torch::full({8}, 2.0f * static_cast<float>(step))))
           << first.grad();
     }
   });
