@@ -42,15 +42,12 @@ absl::StatusOr<std::unique_ptr<GradientAverager>> GradientAverager::Create(
   absl::Status wrong;  // of the arguments: the group goes on
   DG_RETURN_IF_ERROR(group->RunForOthers(kWhat, [&]() -> absl::Status {
     ReplicatedTensors tensors(group, parameters, buffers);
-    wrong = tensors.CheckParameters();
-    if (!wrong.ok()) return absl::OkStatus();
     DG_ASSIGN_OR_RETURN(const std::string difference,
                         tensors.Difference(absl::StrCat(
                             "buckets of ", options.bucket_bytes, " bytes, the first of ",
                             options.first_bucket_bytes,
                             options.divide_by_active ? ", divided by the active ranks" : "")));
-    wrong = difference.empty() ? tensors.CheckSparse() : absl::InvalidArgumentError(difference);
-    if (wrong.ok()) wrong = tensors.CheckBroadcast();
+    wrong = difference.empty() ? tensors.CheckTensors() : absl::InvalidArgumentError(difference);
     if (!wrong.ok()) return absl::OkStatus();
     DG_RETURN_IF_ERROR(tensors.Broadcast(0));
     parts = std::make_shared<Parts>(group, std::move(tensors), options);

@@ -276,6 +276,25 @@ TEST(GradientAveragerTest, RefusesWhatIsNoParameter) {
   });
 }
 
+// Else the other ranks would wait for it until their deadline.
+TEST(GradientAveragerTest, WhatIsNoParameterOnOneRankIsHeardOfOnAll) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2, 2}), whole = torch::eye(2);
+    const bool is_bad = group->rank() == 1;
+    const std::vector<std::pair<Tensor, std::string>> bad = {
+        {is_bad ? w * 2 : w, "rank 1 has parameter 'w': Float [2, 2] on cpu, not a dense leaf"},
+        {is_bad ? whole.to_sparse() : whole,
+         "rank 1 has frozen parameter 'w': Float [2, 2] on cpu, not dense, not a dense leaf"}};
+    for (const auto& [tensor, text] : bad) {
+      const absl::Status status = GradientAverager::Create(group, {{"w", tensor}}, {}).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      EXPECT_TRUE(Contains(status, text)) << status;
+    }
+    EXPECT_TRUE(group->status().ok()) << group->status();
+    EXPECT_TRUE(GradientAverager::Create(group, {{"w", w}}, {}).ok());
+  });
+}
+
 // All ranks agree, so nobody waits for another one, and nothing has been broadcast.
 TEST(GradientAveragerTest, WhatCannotBeBroadcastIsRefusedOnAllRanksAndHarmsNobody) {
   RunRanks(2, [](Group group) {

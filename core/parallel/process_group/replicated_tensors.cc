@@ -30,6 +30,10 @@ std::vector<NamedTensor> Distinct(const std::vector<NamedTensor>& tensors) {
   return distinct;
 }
 
+bool IsDenseLeaf(const at::Tensor& parameter) {
+  return parameter.is_leaf() && parameter.layout() == at::kStrided;
+}
+
 std::vector<at::Tensor> Tensors(const std::vector<NamedTensor>& named) {
   std::vector<at::Tensor> tensors;
   for (const NamedTensor& each : named) tensors.push_back(each.tensor);
@@ -62,17 +66,6 @@ ReplicatedTensors::ReplicatedTensors(std::shared_ptr<ProcessGroup> group,
   std::reverse(trained_.begin(), trained_.end());
 }
 
-absl::Status ReplicatedTensors::CheckParameters() const {
-  for (const std::vector<NamedTensor>* parameters : {&trained_, &frozen_}) {
-    for (const NamedTensor& each : *parameters) {
-      if (each.tensor.is_leaf() && each.tensor.layout() == at::kStrided) continue;
-      return absl::InvalidArgumentError(
-          absl::StrCat("parameter '", each.name, "' is not a dense leaf; only such are averaged"));
-    }
-  }
-  return absl::OkStatus();
-}
-
 std::string ReplicatedTensors::Describe(const std::string& settings) const {
   std::vector<std::string> lines = {absl::StrCat(settings, ", ", trained_.size(), " parameters, ",
                                                  frozen_.size(), " frozen ones and ",
@@ -83,10 +76,14 @@ std::string ReplicatedTensors::Describe(const std::string& settings) const {
     const std::string why_not = WhyNotBroadcast(each.tensor);
     if (!why_not.empty()) absl::StrAppend(&lines.back(), ", ", why_not);
   };
+  const auto describe_parameter = [&describe, &lines](const char* kind, const NamedTensor& each) {
+    describe(kind, each);
+    if (!IsDenseLeaf(each.tensor)) lines.back().append(", not a dense leaf");
+  };
   for (const NamedTensor& each : trained_) {
-    describe(each.sparse_gradient ? "sparse parameter" : "parameter", each);
+    describe_parameter(each.sparse_gradient ? "sparse parameter" : "parameter", each);
   }
-  for (const NamedTensor& each : frozen_) describe("frozen parameter", each);
+  for (const NamedTensor& each : frozen_) describe_parameter("frozen parameter", each);
   for (const NamedTensor& each : buffers_) describe("buffer", each);
   return absl::StrJoin(lines, "\n");
 }
@@ -127,7 +124,14 @@ std::string ReplicatedTensors::WhyNotBroadcast(const at::Tensor& tensor) const {
   return "";
 }
 
-absl::Status ReplicatedTensors::CheckSparse() const {
+absl::Status ReplicatedTensors::CheckTensors() const {
+  for (const std::vector<NamedTensor>* parameters : {&trained_, &frozen_}) {
+    for (const NamedTensor& each : *parameters) {
+      if (IsDenseLeaf(each.tensor)) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("parameter '", each.name, "' is not a dense leaf; only such are averaged"));
+    }
+  }
   for (const NamedTensor& each : trained_) {
     if (!each.sparse_gradient || each.tensor.dim() > 0) continue;
     return absl::InvalidArgumentError(absl::StrCat(
@@ -135,10 +139,6 @@ absl::Status ReplicatedTensors::CheckSparse() const {
         "' has no dimensions, and so no rows that a sparse gradient could have; do not mark it "
         "(NamedTensor::sparse_gradient)"));
   }
-  return absl::OkStatus();
-}
-
-absl::Status ReplicatedTensors::CheckBroadcast() const {
   for (const std::vector<NamedTensor>* tensors : {&trained_, &frozen_, &buffers_}) {
     for (const NamedTensor& each : *tensors) {
       const std::string why_not = WhyNotBroadcast(each.tensor);

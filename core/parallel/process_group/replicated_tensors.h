@@ -25,15 +25,12 @@ class ReplicatedTensors {
   // more or less.
   const std::vector<NamedTensor>& trained() const { return trained_; }
 
-  // Returns kInvalidArgument for a parameter that cannot be averaged. No rank hears of another's.
-  absl::Status CheckParameters() const;
   // Says, on every rank, which rank and tensor are the first that differ from rank 0's, or where
   // `settings` differ; "" if nothing does.
   absl::StatusOr<std::string> Difference(const std::string& settings) const;
-  // Return kInvalidArgument for a parameter whose gradient cannot be sparse, and for a tensor that
-  // cannot be broadcast. Where nothing differs, all ranks get the same answer.
-  absl::Status CheckSparse() const;
-  absl::Status CheckBroadcast() const;
+  // Returns kInvalidArgument for a parameter that cannot be averaged, and for a tensor that cannot
+  // be broadcast. Where nothing differs, all ranks get the same answer.
+  absl::Status CheckTensors() const;
   // Returns kFailedPrecondition if a frozen one requires grad by now.
   absl::Status CheckFrozen() const;
 
