@@ -1,4 +1,5 @@
-// Times what distgrad does on one GPU, each beside what torch has for it, and prints it as JSON;
+// Times what distgrad does on one GPU, each beside what torch has for it, and prints each as soon
+// as it has it, as JSON on a line of its own, so that what is ended in the middle leaves the rest;
 // tools/gpu_check runs it. It ends with 2 where there is no GPU.
 #include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty_like.h>
@@ -63,8 +64,15 @@ struct Row {
   double torch = 0;
 };
 
-std::vector<Row> Copies() {
-  std::vector<Row> rows;
+void Print(const Row& row) {
+  const std::string line = absl::StrFormat(
+      "{\"name\": \"%s\", \"bytes\": %.0f, \"seconds\": %.9f, \"torch_seconds\": %.9f}\n", row.name,
+      row.bytes, row.ours, row.torch);
+  std::fputs(line.c_str(), stdout);
+  std::fflush(stdout);
+}
+
+void TimeCopies() {
   const std::vector<std::pair<int, int64_t>> cases = {{1000, 1 << 8}, {200, 1 << 16}, {4, 1 << 24}};
   for (const auto& [count, elements] : cases) {
     std::vector<Tensor> from, to;
@@ -77,9 +85,8 @@ std::vector<Row> Copies() {
     row.bytes = static_cast<double>(count) * static_cast<double>(elements) * 4;
     row.ours = Seconds([&] { CopyMany(to, from); });
     row.torch = Seconds([&] { at::_foreach_copy_(to, from); });
-    rows.push_back(row);
+    Print(row);
   }
-  return rows;
 }
 
 struct LayersImpl : torch::nn::Cloneable<LayersImpl> {
@@ -98,7 +105,7 @@ struct LayersImpl : torch::nn::Cloneable<LayersImpl> {
 };
 TORCH_MODULE(Layers);
 
-std::vector<Row> Steps() {
+void TimeSteps() {
   Layers net;
   net->to(kGpu);
   DataParallel<LayersImpl> parallel(net, {.devices = {kGpu, kGpu}});
@@ -107,11 +114,10 @@ std::vector<Row> Steps() {
   row.name = "forward and backward of two replicas on one GPU; torch: of the plain module";
   row.ours = Seconds([&] { parallel.Forward(batch).sum().backward(); });
   row.torch = Seconds([&] { net->forward(batch).sum().backward(); });
-  return {row};
+  Print(row);
 }
 
-std::vector<Row> Calls() {
-  std::vector<Row> rows;
+void TimeCalls() {
   Cluster cluster(
       {.workers = 2, .transport = "socket", .device_maps = {{"worker1", {{kGpu, kGpu}}}}});
   const absl::Status registered = cluster[1].Register(
@@ -134,9 +140,8 @@ std::vector<Row> Calls() {
         },
         calls);
     row.torch = Seconds([&] { tensor.cpu().to(kGpu); }, calls);
-    rows.push_back(row);
+    Print(row);
   }
-  return rows;
 }
 
 void CheckNccl(ncclResult_t result) {
@@ -144,8 +149,9 @@ void CheckNccl(ncclResult_t result) {
 }
 
 // The times of a rank that has the GPU of its number: of all-reduces, each waited for on the host.
-std::vector<Row> CollectivesOfRank(const std::shared_ptr<Store>& store, const ncclUniqueId& id,
-                                   int rank, int ranks) {
+// Rank 0 prints them.
+void TimeCollectivesOfRank(const std::shared_ptr<Store>& store, const ncclUniqueId& id, int rank,
+                           int ranks) {
   const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(rank));
   const c10::DeviceGuard guard(device);
   const std::string what = "adding";
@@ -155,7 +161,6 @@ std::vector<Row> CollectivesOfRank(const std::shared_ptr<Store>& store, const nc
   ncclComm_t alone = nullptr;
   CheckNccl(ncclCommInitRank(&alone, ranks, id, rank));
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  std::vector<Row> rows;
   for (int64_t bytes = 4096; bytes <= int64_t{256} << 20; bytes *= 16) {
     const Tensor tensor = at::zeros({bytes / 4}, device);
     Row row;
@@ -172,38 +177,24 @@ std::vector<Row> CollectivesOfRank(const std::shared_ptr<Store>& store, const nc
       CheckNccl(ncclAllReduce(tensor.const_data_ptr(), tensor.mutable_data_ptr(), tensor.numel(),
                               ncclFloat, ncclSum, alone, stream.stream()));
     });
-    rows.push_back(row);
+    if (rank == 0) Print(row);
   }
   CheckNccl(ncclCommDestroy(alone));
-  return rows;
 }
 
 // Over two GPUs if there are as many, and else by one rank alone: then nothing is carried, and the
 // rest is what a collective costs besides. Beside NCCL's own call with a communicator that blocks,
 // for c10d's header of NCCL needs those of libraries that the build does not have.
-std::vector<Row> Collectives() {
+void TimeCollectives() {
   const int ranks = std::min(2, static_cast<int>(c10::cuda::device_count()));
   const auto store = NewInProcessStore();
   ncclUniqueId id;
   CheckNccl(ncclGetUniqueId(&id));
-  std::vector<std::vector<Row>> rows(ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] { rows[rank] = CollectivesOfRank(store, id, rank, ranks); });
+    threads.emplace_back([&, rank] { TimeCollectivesOfRank(store, id, rank, ranks); });
   }
   for (std::thread& thread : threads) thread.join();
-  return rows[0];
-}
-
-std::string Json(const std::vector<Row>& rows) {
-  std::string json = "{\"rows\": [";
-  for (const Row& row : rows) {
-    absl::StrAppendFormat(&json,
-                          "%s\n  {\"name\": \"%s\", \"bytes\": %.0f, \"seconds\": %.9f, "
-                          "\"torch_seconds\": %.9f}",
-                          &row == rows.data() ? "" : ",", row.name, row.bytes, row.ours, row.torch);
-  }
-  return json + "\n]}\n";
 }
 
 int Main(int argc, char** argv) {
@@ -216,11 +207,10 @@ int Main(int argc, char** argv) {
     std::fputs("gpu: CUDA finds no GPU on this machine\n", stderr);
     return 2;
   }
-  std::vector<Row> rows = Copies();
-  for (const auto& measure : {Steps, Calls, Collectives}) {
-    for (Row& row : measure()) rows.push_back(std::move(row));
-  }
-  std::fputs(Json(rows).c_str(), stdout);
+  TimeCopies();
+  TimeSteps();
+  TimeCalls();
+  TimeCollectives();
   return 0;
 }
 

@@ -56,7 +56,7 @@ SH
   cp "$scratch/bin/core/a_test" "$scratch/unpacked/programs/core.a_test"
 }
 
-export FIGURES='{"rows": [{"name": "a copy", "seconds": 0.25}]}'
+export FIGURES='{"name": "a copy", "seconds": 0.25}'
 failed=0
 # check WHAT DRIVER STATUS TEXT [OPTION...]
 check() {
@@ -94,9 +94,18 @@ check "a repeat that runs less" one 1 "core.a_test: failed: repeat 2 ran 1 cases
 program 3 ""
 check "a program that fails" two 1 "FAILED: core.a_test"
 
-# One that does not end, and whose child holds its output open: it is ended with that, once.
+# One that does not end, and whose children hold its output open, one of them in a session of its own: it
+# is ended, once, and nobody waits for that child, which this test ends below.
 hangs=$scratch/unpacked/programs/core.b_test
-printf '#!/bin/sh\n[ "$1" = --gtest_list_tests ] || { echo >>"$HUNG"; printf "\\377"; sleep 1000000 & wait; }\n' >"$hangs"
+cat >"$hangs" <<'SH'
+#!/bin/sh
+[ "$1" = --gtest_list_tests ] && exit 0
+echo >>"$HUNG"
+printf "\377"
+setsid sh -c 'while [ -e "$HUNG" ]; do sleep 0.1; done' &
+sleep 1000000 &
+wait
+SH
 chmod +x "$hangs"
 program 0 ""
 export HUNG=$scratch/hung
@@ -106,6 +115,7 @@ if [[ -e $HUNG && $(wc -l <"$HUNG") -gt 1 ]]; then
   echo "FAILED: a program that has not ended was run again" >&2
   failed=1
 fi
+rm -f "$HUNG"
 grep -qF "runs 1 of 1: core.b_test, 3 times, each within 3 s" "$scratch/said"
 
 # Whoever ends gpu_check in the middle has what was found so far.
@@ -115,16 +125,37 @@ cat >"$hangs" <<SH
 cp "$scratch/report.json" "$scratch/meanwhile.json"
 echo '<testsuites><testsuite><testcase classname="B" name="One" status="run"/></testsuite></testsuites>' >"\${1#--gtest_output=xml:}"
 SH
-check "two programs" two 0 "2 programs passed, 0 failed"
+check "two programs" two 0 "2 programs passed, 0 failed" --repeat 2
 python3 - "$scratch/meanwhile.json" "$scratch/report.json" <<'PY'
 import json
 import sys
 meanwhile, end = (json.load(open(path)) for path in sys.argv[1:])
-assert [test["name"] for test in meanwhile["tests"]] == ["core.a_test"], meanwhile
+assert [(test["name"], test["outcome"], len(test["repeats"])) for test in meanwhile["tests"]] == [
+    ("core.a_test", "passed", 2), ("core.b_test", "has not ended", 1)], meanwhile
 assert meanwhile["running"] == "core.b_test" and not meanwhile["complete"] and not meanwhile["ok"], meanwhile
-assert len(end["tests"]) == 2 and "running" not in end and end["complete"] and end["ok"], end
+assert [test["outcome"] for test in end["tests"]] == ["passed", "passed"], end
+assert "running" not in end and end["complete"] and end["ok"], end
 PY
 rm "$hangs"
+
+# The order is not the alphabet's, but that of docs/cuda.md.
+first=$scratch/unpacked/programs/third_party.cuda_test
+cp "$scratch/unpacked/programs/core.a_test" "$first"
+check "what comes first" one 0 "runs 1 of 2: third_party.cuda_test"
+rm "$first"
+python3 - <<'PY' || failed=1
+import importlib.machinery
+import importlib.util
+import re
+import sys
+loader = importlib.machinery.SourceFileLoader("gpu_check", "tools/gpu_check")
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+loader.exec_module(module)
+with open("docs/cuda.md", encoding="utf-8") as file:
+    listed = re.findall(r"^[0-9]+\. `([a-z_.]+)`", file.read(), re.MULTILINE)
+if listed != module.FIRST:
+    sys.exit("FAILED: docs/cuda.md has %s, and gpu_check %s" % (listed, module.FIRST))
+PY
 
 benchmark=$scratch/unpacked/programs/benchmarks.gpu
 printf '#!/bin/sh\n[ "$1" = --help ] || echo "$FIGURES"\n' >"$scratch/bin/benchmarks/gpu"
@@ -132,8 +163,18 @@ chmod +x "$scratch/bin/benchmarks/gpu"
 cp "$scratch/bin/benchmarks/gpu" "$benchmark"
 check "with the benchmark" one 0 "2 of 2 programs start"
 grep -q '"name": "a copy"' "$scratch/report.json"
-FIGURES=nothing check "the benchmark fails" one 1 "FAILED: the benchmark"
+FIGURES=nothing check "the benchmark fails" one 1 "FAILED: the benchmark: it has printed no figures"
 grep -q '"outcome": "passed"' "$scratch/report.json"
+# Of one that is ended in the middle of its third line the first two are kept.
+cat >"$benchmark" <<'SH'
+#!/bin/sh
+[ "$1" = --help ] && exit 0
+printf '{"name": "first"}\n{"name": "second"}\n{"name": "thi'
+sleep 1000000
+SH
+check "the benchmark is ended" one 1 "FAILED: the benchmark: it did not end within 3 s; it has printed 2 figures" \
+  --timeout 3
+grep -q '"name": "second"' "$scratch/report.json"
 rm "$benchmark"
 printf '#!/bin/sh\nexit 127\n' >"$scratch/unpacked/programs/core.a_test"
 check "a program that does not start" nothing 1 "core.a_test does not start"
