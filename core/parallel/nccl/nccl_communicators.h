@@ -72,8 +72,8 @@ class NcclCommunicators {
     std::function<absl::Status(NcclGroup&, absl::Span<const NcclGroup::Part>)> run;
   };
 
-  // For a thread that has the turn. `devices` are at least two, distinct, of one type that
-  // `platform` knows. Waits until the communicators stand, or `timeout`. The clocks must outlive
+  // For a thread that has the turn. `devices` are distinct, of one type that `platform`
+  // knows. Waits until the communicators stand, or `timeout`. The clocks must outlive
   // the communicators: one is for deadlines, the other one for what asks the devices, which may
   // take any time. Without them there are two of its own.
   static absl::StatusOr<std::shared_ptr<NcclCommunicators>> Create(

@@ -2,14 +2,12 @@
 #include "core/parallel/new_device_collectives.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <utility>
 
 #include "core/base/status.h"
 #include "core/parallel/coalesced_collectives.h"
 #include "core/parallel/nccl/nccl_collectives.h"
-#include "core/parallel/nccl/nccl_pool.h"
-#include "core/parallel/nccl/real_nccl_group.h"
+#include "core/parallel/nccl/process_communicators.h"
 
 namespace distgrad {
 namespace {
@@ -23,13 +21,6 @@ bool AreDistinctGpus(std::vector<c10::Device> devices) {
          std::adjacent_find(devices.begin(), devices.end()) == devices.end();
 }
 
-// Like libtorch's own state of CUDA it is never destroyed, for at the end of a process CUDA may be
-// gone before it.
-NcclPool& Pool() {
-  static NcclPool* const pool = new NcclPool(RealNcclPlatform());
-  return *pool;
-}
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<DeviceCollectives>> NewDeviceCollectives(
@@ -39,11 +30,7 @@ absl::StatusOr<std::shared_ptr<DeviceCollectives>> NewDeviceCollectives(
   if (!AreDistinctGpus(devices)) {
     return std::make_shared<CoalescedCollectives>(std::move(devices), options);
   }
-  DG_ASSIGN_OR_RETURN(auto communicators, Pool().Get(devices, options.timeout));
-  // Of what exit() ends in the reverse of the order in which it began: libtorch's state of CUDA is
-  // there by now, and lasts until all have left.
-  static const bool leaves = std::atexit([] { Pool().Leave(); }) == 0;
-  if (!leaves) return absl::ResourceExhaustedError("there is no memory for a call at the exit");
+  DG_ASSIGN_OR_RETURN(auto communicators, ProcessCommunicators(devices, options.timeout));
   return std::make_shared<NcclCollectives>(std::move(communicators), options);
 }
 

@@ -1,22 +1,31 @@
 // NCCL's error paths, by functions that fail; that without a GPU there is a clear error; and, with
-// two GPUs, NCCL itself.
+// one GPU and with two, NCCL itself. real_nccl_group_on_stand_ins_test has the cases for one GPU on
+// the stand-ins for CUDA and NCCL.
 #include "core/parallel/nccl/real_nccl_group.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
 
 #include <cstdlib>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
+#include "core/base/fake_clock.h"
 #include "core/parallel/nccl/nccl_collectives.h"
+#include "core/parallel/nccl/nccl_pool.h"
 #include "core/parallel/new_device_collectives.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testing/held_stream.h"
 
 namespace distgrad {
 namespace {
@@ -25,7 +34,8 @@ using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 
-const std::vector<c10::Device> kTwo = {{c10::kCUDA, 0}, {c10::kCUDA, 1}};
+const c10::Device kOne(c10::kCUDA, 0);
+const std::vector<c10::Device> kTwo = {kOne, {c10::kCUDA, 1}};
 
 // What NCCL was asked, and what it answers. Functions of a table cannot carry state.
 struct Fake {
@@ -202,6 +212,74 @@ TEST(NcclGroupTest, WithoutGpusTheCollectivesIsAClearError) {
   const absl::Status status = NewDeviceCollectives(kTwo).status();
   EXPECT_FALSE(status.ok());
   EXPECT_THAT(std::string(status.message()), HasSubstr("there is no cuda:"));
+}
+
+// With a list of one, which NewDeviceCollectives() leaves to torch. NCCL launches no kernel for one
+// rank; where the result is another tensor than what is added, as here, it copies on its stream.
+class OnOneGpu : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (c10::cuda::device_count() < 1) GTEST_SKIP() << "this machine has no GPU";
+  }
+  // From the host: the stand-ins have no kernels.
+  static at::Tensor Filled(float value) { return at::full({1 << 20}, value).to(kOne); }
+  static testing::AssertionResult Is(const at::Tensor& tensor, float value) {
+    const at::Tensor here = tensor.cpu();
+    if (here.equal(at::full({1 << 20}, value))) return testing::AssertionSuccess();
+    return testing::AssertionFailure() << here[0].item<float>() << " and not " << value;
+  }
+};
+
+TEST_F(OnOneGpu, AListOfOneIsCopiedInStreamOrder) {
+  NcclPool pool(RealNcclPlatform());
+  const auto communicators = pool.Get({kOne}, absl::Minutes(1));
+  ASSERT_TRUE(communicators.ok()) << communicators.status();
+  NcclCollectives collectives(*communicators, {});
+  const c10::StreamGuard on_stream(c10::cuda::getStreamFromPool(/*isHighPriority=*/false, 0));
+  for (int step = 0; step < 100; ++step) {
+    const auto value = static_cast<float>(step);
+    const std::vector<TensorVector> lists = {{Filled(value)}};
+    const auto sums = collectives.Reduce(lists, kOne);
+    ASSERT_TRUE(sums.ok()) << sums.status();
+    lists[0][0].copy_(at::full({1 << 20}, -1.0f));  // waits until it has been read
+    EXPECT_TRUE(Is((*sums)[0], value)) << step;
+    EXPECT_TRUE(Is(lists[0][0], -1)) << step;
+  }
+}
+
+TEST_F(OnOneGpu, WhatDoesNotEndInTimeIsAbortedAndTheListIsMadeAgain) {
+  FakeClock clock;
+  absl::Notification asked;
+  const absl::Time deadline = clock.Now() + absl::Minutes(1);
+  NcclPlatform platform = RealNcclPlatform();
+  platform.query = [&, query = platform.query](const c10::Event& end) {
+    const bool ended = query(end);
+    if (!ended && clock.Now() > deadline && !asked.HasBeenNotified()) asked.Notify();
+    return ended;
+  };
+  NcclPool pool(platform, &clock);
+  const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, 0);
+  const c10::StreamGuard on_stream(stream);
+  const std::vector<TensorVector> lists = {{Filled(3)}};
+  {
+    const auto first = pool.Get({kOne}, absl::Minutes(1));
+    ASSERT_TRUE(first.ok()) << first.status();
+    NcclCollectives collectives(*first, {.timeout = absl::Minutes(1)});
+    ASSERT_TRUE(collectives.Reduce(lists, kOne).ok()) << "what torch and NCCL do once is done";
+    HeldStream held(stream);
+    const auto sums = collectives.Reduce(lists, kOne);
+    ASSERT_TRUE(sums.ok()) << sums.status();
+    std::thread late([&] { clock.Advance(absl::Minutes(2)); });
+    asked.WaitForNotification();
+    held.Release();  // an abort frees memory of the GPU, which waits for all of it
+    late.join();
+    EXPECT_EQ((*first)->status().code(), absl::StatusCode::kDeadlineExceeded) << (*first)->status();
+  }
+  const auto again = pool.Get({kOne}, absl::Minutes(1));
+  ASSERT_TRUE(again.ok()) << again.status();
+  const auto sums = NcclCollectives(*again, {}).Reduce(lists, kOne);
+  ASSERT_TRUE(sums.ok()) << sums.status();
+  EXPECT_TRUE(Is((*sums)[0], 3));
 }
 
 class OnTwoGpus : public testing::Test {

@@ -6,15 +6,19 @@
 #include <c10/core/Device.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "absl/strings/numbers.h"
+#include "absl/time/time.h"
 #include "core/base/check.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/net/cluster_key.h"
+#include "core/parallel/nccl/nccl_collectives.h"
+#include "core/parallel/nccl/process_communicators.h"
 #include "core/parallel/new_device_collectives.h"
 #include "core/parallel/process_group/process_group.h"
 #include "tests/testing/child_process.h"
@@ -23,6 +27,9 @@ namespace distgrad {
 namespace {
 
 constexpr int kOwnStatus = 17;
+constexpr int kExits = 30;
+// For one program, by a signal: one that hangs is not waited for until the whole test is ended.
+constexpr unsigned kSeconds = 60;
 
 c10::Device Gpu(int index) { return {c10::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
@@ -34,6 +41,16 @@ int ExitAfterABroadcast() {
   DG_CHECK(collectives.ok()) << collectives.status();
   const auto copies = (*collectives)->Broadcast({On(0)});
   DG_CHECK(copies.ok()) << copies.status();
+  std::exit(kOwnStatus);
+}
+
+// Of a list of one GPU: NCCL copies, for the sum is another tensor.
+int ExitAfterACopy() {
+  const auto communicators = ProcessCommunicators({Gpu(0)}, absl::Minutes(1));
+  DG_CHECK(communicators.ok()) << communicators.status();
+  const std::vector<TensorVector> lists = {{On(0)}};
+  const auto sums = NcclCollectives(*communicators, {}).Reduce(lists, Gpu(0));
+  DG_CHECK(sums.ok()) << sums.status();
   std::exit(kOwnStatus);
 }
 
@@ -55,12 +72,14 @@ int ExitAfterASum(const std::string& group_ends) {
 }
 
 int RunChild(const std::string& way) {
-  return way == "broadcast" ? ExitAfterABroadcast() : ExitAfterASum(way);
+  alarm(kSeconds);
+  if (way == "broadcast") return ExitAfterABroadcast();
+  return way == "copy" ? ExitAfterACopy() : ExitAfterASum(way);
 }
 
-// In turn by these ways, a hundred times in all.
+// In turn by these ways, DISTGRAD_EXITS times in all.
 void ExpectExits(const std::vector<std::string>& ways) {
-  int exits = 100;
+  int exits = kExits;
   if (const char* const said = std::getenv("DISTGRAD_EXITS"); said != nullptr) {
     ASSERT_TRUE(absl::SimpleAtoi(said, &exits)) << said;
   }
@@ -75,6 +94,11 @@ void ExpectExits(const std::vector<std::string>& ways) {
 TEST(ExitTest, RightAfterASum) {
   if (c10::cuda::device_count() < 1) GTEST_SKIP() << "this machine has no GPU";
   ExpectExits({"before", "never"});
+}
+
+TEST(ExitTest, RightAfterACopyByAListOfOneGpu) {
+  if (c10::cuda::device_count() < 1) GTEST_SKIP() << "this machine has no GPU";
+  ExpectExits({"copy"});
 }
 
 TEST(ExitTest, RightAfterABroadcastToTwoGpus) {
