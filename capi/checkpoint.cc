@@ -83,7 +83,7 @@ absl::StatusOr<CheckpointValues> SaveValues(const PartFunctions& functions) {
     DG_RETURN_IF_ERROR(TakeError(functions.save_values(functions.user_data.get(), handle.get())));
   }
   DG_ASSIGN_OR_RETURN(const Pinned<CheckpointValuesObject> pinned,
-                      Pin<CheckpointValuesObject>(handle.get()));
+                      Pin<CheckpointValuesObject>(handle.get(), "values"));
   absl::MutexLock lock(&pinned->mu);
   return std::move(pinned->values);
 }
@@ -162,13 +162,14 @@ struct CheckpointPartObject : HandleObject {
 absl::StatusOr<CheckpointContents> ToContents(const dg_checkpoint_contents& given) {
   CheckpointContents contents;
   DG_ASSIGN_OR_RETURN(contents.tensors,
-                      PinTensorMap(given.tensor_names, given.tensors, given.tensor_count));
+                      PinTensorMap(given.tensor_names, given.tensors, given.tensor_count, "tensors",
+                                   "tensor_names"));
   DG_RETURN_IF_ERROR(CheckArray(given.optimizer_names, given.optimizer_count, "optimizer_names"));
   DG_RETURN_IF_ERROR(CheckArray(given.optimizers, given.optimizer_count, "optimizers"));
   for (size_t i = 0; i < given.optimizer_count; ++i) {
     DG_ASSIGN_OR_RETURN(std::string name, FromStr(given.optimizer_names[i], "an optimizer's name"));
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
-                        Pin<OptimizerObject>(given.optimizers[i]));
+                        PinElement<OptimizerObject>(given.optimizers, i, "optimizers"));
     const auto [at, is_new] = contents.optimizers.emplace(std::move(name), pinned->optimizer);
     if (is_new) continue;
     return absl::InvalidArgumentError(
@@ -282,7 +283,7 @@ dg_error* dg_checkpoint_values_set(dg_checkpoint_values* values, dg_str name,
                                    dg_str value) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointValuesObject> pinned,
-                        Pin<CheckpointValuesObject>(values));
+                        Pin<CheckpointValuesObject>(values, "values"));
     DG_ASSIGN_OR_RETURN(std::string text, FromStr(name, "name"));
     DG_RETURN_IF_ERROR(CheckValueName(text));
     DG_ASSIGN_OR_RETURN(std::string bytes, FromStr(value, "value"));
@@ -333,7 +334,8 @@ dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
 dg_error* dg_checkpoint_part_remove(dg_checkpoint_part* part) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<CheckpointPartObject> pinned, Pin<CheckpointPartObject>(part));
+    DG_ASSIGN_OR_RETURN(const Pinned<CheckpointPartObject> pinned,
+                        Pin<CheckpointPartObject>(part, "part"));
     if (pinned->part->RunsHere()) {
       return absl::FailedPreconditionError(
           "a part of a checkpoint cannot be removed in its own save_values or load_values, since "
@@ -373,7 +375,7 @@ dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* manager, int64_t ste
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
-                        Pin<CheckpointManagerObject>(manager));
+                        Pin<CheckpointManagerObject>(manager, "manager"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     const BlockingScope blocking;
     return pinned->manager->Save(step, ToDeadline(timeout_ms, absl::InfinitePast()));
@@ -386,7 +388,7 @@ dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager, int64
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
-                        Pin<CheckpointManagerObject>(manager));
+                        Pin<CheckpointManagerObject>(manager, "manager"));
     DG_ASSIGN_OR_RETURN(SharedWorker::Use use, pinned->worker->BeginInBackground());
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(
@@ -408,7 +410,7 @@ dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* manager,
     DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const LoadOptions core_options, ToOptions(options));
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
-                        Pin<CheckpointManagerObject>(manager));
+                        Pin<CheckpointManagerObject>(manager, "manager"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(LoadedCheckpoint loaded, pinned->manager->Load(core_options));
@@ -442,21 +444,24 @@ dg_error* dg_checkpoint_load(dg_worker* worker, dg_str folder,
 
 int64_t dg_loaded_checkpoint_step(const dg_loaded_checkpoint* loaded) noexcept {
   return GuardValue<int64_t>(-1, [&]() -> int64_t {
-    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned = Pin<LoadedCheckpointObject>(loaded);
+    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned =
+        Pin<LoadedCheckpointObject>(loaded, "loaded");
     return pinned.ok() ? (*pinned)->loaded.step : -1;
   });
 }
 
 dg_str dg_loaded_checkpoint_folder(const dg_loaded_checkpoint* loaded) noexcept {
   return GuardValue<dg_str>(ToStr(""), [&] {
-    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned = Pin<LoadedCheckpointObject>(loaded);
+    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned =
+        Pin<LoadedCheckpointObject>(loaded, "loaded");
     return pinned.ok() ? ToStr((*pinned)->loaded.folder) : ToStr("");
   });
 }
 
 size_t dg_loaded_checkpoint_count(const dg_loaded_checkpoint* loaded, uint64_t list) noexcept {
   return GuardValue<size_t>(0, [&]() -> size_t {
-    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned = Pin<LoadedCheckpointObject>(loaded);
+    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned =
+        Pin<LoadedCheckpointObject>(loaded, "loaded");
     if (!pinned.ok()) return 0;
     const std::vector<std::string>* const items = (*pinned)->List(list);
     return items == nullptr ? 0 : items->size();
@@ -466,7 +471,8 @@ size_t dg_loaded_checkpoint_count(const dg_loaded_checkpoint* loaded, uint64_t l
 dg_str dg_loaded_checkpoint_item(const dg_loaded_checkpoint* loaded, uint64_t list,
                                  size_t index) noexcept {
   return GuardValue<dg_str>(ToStr(""), [&] {
-    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned = Pin<LoadedCheckpointObject>(loaded);
+    absl::StatusOr<Pinned<LoadedCheckpointObject>> pinned =
+        Pin<LoadedCheckpointObject>(loaded, "loaded");
     if (!pinned.ok()) return ToStr("");
     const std::vector<std::string>* const items = (*pinned)->List(list);
     return items == nullptr || index >= items->size() ? ToStr("") : ToStr((*items)[index]);

@@ -84,7 +84,8 @@ dg_error* dg_completions_create(dg_completions** out) noexcept {
 
 int32_t dg_completions_descriptor(const dg_completions* completions) noexcept {
   return GuardValue<int32_t>(-1, [&]() -> int32_t {
-    absl::StatusOr<Pinned<CompletionsObject>> pinned = Pin<CompletionsObject>(completions);
+    absl::StatusOr<Pinned<CompletionsObject>> pinned =
+        Pin<CompletionsObject>(completions, "completions");
     return pinned.ok() ? (*pinned)->queue->descriptor() : -1;
   });
 }
@@ -93,8 +94,8 @@ dg_error* dg_completions_watch(dg_completions* completions, const dg_future* fut
                                uint64_t tag) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const Pinned<CompletionsObject> pinned,
-                        Pin<CompletionsObject>(completions));
-    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> watched, Pin<FutureObject>(future));
+                        Pin<CompletionsObject>(completions, "completions"));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> watched, Pin<FutureObject>(future, "future"));
     const auto add = [queue = std::weak_ptr<CompletionQueue>(pinned->queue), tag](const auto&) {
       if (const auto alive = queue.lock()) alive->Add(tag);
     };
@@ -117,7 +118,7 @@ dg_error* dg_completions_take(dg_completions* completions, uint64_t* tags, size_
     DG_RETURN_IF_ERROR(CheckArray(tags, size, "tags"));
     DG_RETURN_IF_ERROR(CheckOut(count, "count"));
     DG_ASSIGN_OR_RETURN(const Pinned<CompletionsObject> pinned,
-                        Pin<CompletionsObject>(completions));
+                        Pin<CompletionsObject>(completions, "completions"));
     *count = pinned->queue->Take(tags, size);
     return absl::OkStatus();
   });

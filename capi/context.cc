@@ -1,7 +1,6 @@
 // Contexts: creating and releasing them, backward, and gradients.
 #include "core/worker/context.h"
 
-#include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
 #include "capi/worker_object.h"
@@ -26,10 +25,9 @@ absl::StatusOr<Backward> ToBackward(const dg_tensor* const* roots, size_t root_c
   backward.options.retain_graph = (read.flags & DG_BACKWARD_RETAIN_GRAPH) != 0;
   backward.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
   if (read.root_gradients != nullptr) {
-    absl::StatusOr<std::vector<at::Tensor>> gradients =
-        PinTensors(read.root_gradients, root_count, /*allow_null=*/true, "root_gradients");
-    if (!gradients.ok()) return Annotate(gradients.status(), "root_gradients");
-    backward.options.root_gradients = *std::move(gradients);
+    DG_ASSIGN_OR_RETURN(
+        backward.options.root_gradients,
+        PinTensors(read.root_gradients, root_count, /*allow_null=*/true, "root_gradients"));
   }
   return backward;
 }
@@ -52,7 +50,7 @@ dg_error* dg_context_create(dg_worker* worker, dg_context** out) noexcept {
 
 dg_error* dg_context_release(dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
     pinned->context.Release();
     return absl::OkStatus();
   });
@@ -60,7 +58,7 @@ dg_error* dg_context_release(dg_context* context) noexcept {
 
 void dg_context_destroy(dg_context* context) noexcept {
   GuardValue(0, [&] {
-    absl::StatusOr<Pinned<ContextObject>> pinned = Pin<ContextObject>(context);
+    absl::StatusOr<Pinned<ContextObject>> pinned = Pin<ContextObject>(context, "context");
     // Now, and not when other threads have ended what they do with it: this ends what they do.
     if (pinned.ok() && (*pinned)->context.is_origin()) (*pinned)->context.Release();
     return 0;
@@ -70,7 +68,7 @@ void dg_context_destroy(dg_context* context) noexcept {
 
 uint64_t dg_context_id(const dg_context* context) noexcept {
   return GuardValue<uint64_t>(0, [&]() -> uint64_t {
-    absl::StatusOr<Pinned<ContextObject>> pinned = Pin<ContextObject>(context);
+    absl::StatusOr<Pinned<ContextObject>> pinned = Pin<ContextObject>(context, "context");
     return pinned.ok() ? (*pinned)->context.id() : 0;
   });
 }
@@ -79,7 +77,7 @@ dg_error* dg_context_backward(const dg_context* context, const dg_tensor* const*
                               size_t root_count, const dg_backward_options* options) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(Backward backward, ToBackward(roots, root_count, options));
     return pinned->context.Backward(std::move(backward.roots), std::move(backward.options));
   });
@@ -90,7 +88,7 @@ dg_error* dg_context_backward_async(const dg_context* context, const dg_tensor* 
                                     dg_future** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(Backward backward, ToBackward(roots, root_count, options));
     *out = NewHandle<FutureObject>(
         pinned->context.BackwardAsync(std::move(backward.roots), std::move(backward.options)));
@@ -102,8 +100,8 @@ dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
                               dg_tensor** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> tensor, Pin<TensorObject>(leaf));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> tensor, Pin<TensorObject>(leaf, "leaf"));
     DG_ASSIGN_OR_RETURN(const at::Tensor gradient, pinned->context.Gradient(tensor->tensor));
     *out = NewTensorHandle(gradient);
     return absl::OkStatus();
@@ -113,9 +111,9 @@ dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
 dg_error* dg_context_set_gradient(const dg_context* context, const dg_tensor* leaf,
                                   const dg_tensor* gradient) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> tensor, Pin<TensorObject>(leaf));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> value, Pin<TensorObject>(gradient));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> tensor, Pin<TensorObject>(leaf, "leaf"));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> value, Pin<TensorObject>(gradient, "gradient"));
     return pinned->context.SetGradient(tensor->tensor, value->tensor);
   });
 }
@@ -126,7 +124,7 @@ dg_error* dg_context_gradients(const dg_context* context,
                                void* user_data) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(const auto gradients, pinned->context.Gradients());
     for (const auto& [leaf, gradient] : gradients) {
       const auto leaf_handle = NewOwnedHandle<TensorObject>(leaf);
@@ -145,10 +143,10 @@ dg_error* dg_worker_sum_gradients(dg_worker* worker, const dg_context* const* co
     std::vector<Pinned<ContextObject>> pinned;
     std::vector<const Context*> summed;
     for (size_t i = 0; i < count; ++i) {
-      absl::StatusOr<Pinned<ContextObject>> each = Pin<ContextObject>(contexts[i]);
-      if (!each.ok()) return Annotate(each.status(), absl::StrCat("contexts[", i, "]"));
-      summed.push_back(&(*each)->context);
-      pinned.push_back(*std::move(each));
+      DG_ASSIGN_OR_RETURN(Pinned<ContextObject> each,
+                          PinElement<ContextObject>(contexts, i, "contexts"));
+      summed.push_back(&each->context);
+      pinned.push_back(std::move(each));
     }
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     return SumGradients(*use.get(), summed);

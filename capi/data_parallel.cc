@@ -72,12 +72,12 @@ absl::StatusOr<TensorVector> TakeTensors(const std::vector<dg_tensor*>& handles)
   for (size_t i = 0; i < handles.size(); ++i) {
     tensors.emplace_back();
     if (handles[i] == nullptr) continue;
-    absl::StatusOr<std::unique_ptr<TensorObject>> taken = TakeHandle<TensorObject>(handles[i]);
+    absl::StatusOr<std::unique_ptr<TensorObject>> taken =
+        TakeHandle<TensorObject>(handles[i], absl::StrCat("outputs[", i, "]"));
     if (taken.ok()) {
       tensors.back() = (*taken)->tensor;
     } else {
-      first.Update(
-          absl::InternalError(absl::StrCat("its output ", i, ": ", taken.status().message())));
+      first.Update(absl::InternalError(taken.status().message()));
     }
   }
   if (!first.ok()) return first;
@@ -220,13 +220,12 @@ dg_error* dg_data_parallel_create(const dg_tensor* const* parameters, size_t par
     DG_ASSIGN_OR_RETURN(DataParallelOptions core_options, ToOptions(read));
     DG_ASSIGN_OR_RETURN(TensorVector of_function, PinTensors(parameters, parameter_count,
                                                              /*allow_null=*/false, "parameters"));
-    absl::StatusOr<TensorVector> buffers =
-        PinTensors(read.buffers, read.buffer_count, /*allow_null=*/false, "buffers");
-    if (!buffers.ok()) return Annotate(buffers.status(), "buffers");
+    DG_ASSIGN_OR_RETURN(TensorVector buffers, PinTensors(read.buffers, read.buffer_count,
+                                                         /*allow_null=*/false, "buffers"));
     *out = NewHandle<DataParallelObject>(
         std::make_shared<FunctionModule>(
             std::make_shared<const Function>(Function{forward, std::move(taken)}),
-            std::move(of_function), *std::move(buffers)),
+            std::move(of_function), std::move(buffers)),
         std::move(core_options));
     return absl::OkStatus();
   });
@@ -239,7 +238,7 @@ dg_error* dg_data_parallel_forward(const dg_data_parallel* data_parallel,
     DG_RETURN_IF_ERROR(CheckArray(outputs, output_count, "outputs"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<DataParallelObject> pinned,
-                        Pin<DataParallelObject>(data_parallel));
+                        Pin<DataParallelObject>(data_parallel, "data_parallel"));
     DG_ASSIGN_OR_RETURN(const TensorVector values,
                         PinTensors(inputs, input_count, /*allow_null=*/true, "inputs"));
     if (pinned->busy.exchange(true)) {
@@ -265,7 +264,7 @@ dg_error* dg_scatter(const dg_tensor* tensor, const dg_str* devices, size_t devi
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(outs, "outs"));
     DG_RETURN_IF_ERROR(CheckOut(part_count, "part_count"));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     DG_ASSIGN_OR_RETURN(const std::vector<c10::Device> to, ToSomeDevices(devices, device_count));
     ScatterOptions options{.dim = dim};
     if (sizes != nullptr) options.sizes.assign(sizes, sizes + device_count);
@@ -283,7 +282,7 @@ dg_error* dg_gather(const dg_tensor* const* tensors, size_t tensor_count, dg_str
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const TensorVector values,
-                        PinTensors(tensors, tensor_count, /*allow_null=*/false));
+                        PinTensors(tensors, tensor_count, /*allow_null=*/false, "tensors"));
     DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> to, ToAnyDevice(device, "device"));
     *out = NewTensorHandle(Gather(values, to, dim));
     return absl::OkStatus();
@@ -295,7 +294,7 @@ dg_error* dg_broadcast(const dg_tensor* const* tensors, size_t tensor_count, con
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckArray(outs, tensor_count, "outs"));
     DG_ASSIGN_OR_RETURN(const TensorVector values,
-                        PinTensors(tensors, tensor_count, /*allow_null=*/true));
+                        PinTensors(tensors, tensor_count, /*allow_null=*/true, "tensors"));
     DG_ASSIGN_OR_RETURN(const std::vector<c10::Device> to, ToSomeDevices(devices, device_count));
     TensorVector copies;
     for (TensorVector& of_device : Broadcast(values, to)) {
@@ -314,7 +313,8 @@ dg_error* dg_reduce_add(const dg_tensor* const* tensors, size_t list_count, size
     if (__builtin_mul_overflow(list_count, tensor_count, &count)) {
       return absl::InvalidArgumentError("there are not so many tensors");
     }
-    DG_ASSIGN_OR_RETURN(const TensorVector values, PinTensors(tensors, count, /*allow_null=*/true));
+    DG_ASSIGN_OR_RETURN(const TensorVector values,
+                        PinTensors(tensors, count, /*allow_null=*/true, "tensors"));
     DG_ASSIGN_OR_RETURN(const std::optional<c10::Device> to, ToAnyDevice(device, "device"));
     std::vector<TensorVector> lists;
     for (auto list = values.begin(); list != values.end(); list += tensor_count) {

@@ -165,13 +165,13 @@ static void test_errors_of_the_function(void) {
               "in replica 1 of 2, on cpu");
   self.fail = false;
   self.outputs = NONE;
-  check_error(dg_data_parallel_forward(two, inputs, 2, outputs, 2), DG_INTERNAL, "output 1",
-              "in replica 0 of 2, on cpu");
-  check_error(dg_data_parallel_forward(one, inputs, 2, outputs, 2), DG_INTERNAL, "output 1",
-              "in replica 0 of 1, on cpu");
+  check_error(dg_data_parallel_forward(two, inputs, 2, outputs, 2), DG_INTERNAL,
+              "outputs[1] is not a valid dg_tensor", "in replica 0 of 2, on cpu");
+  check_error(dg_data_parallel_forward(one, inputs, 2, outputs, 2), DG_INTERNAL,
+              "outputs[1] is not a valid dg_tensor", "in replica 0 of 1, on cpu");
   self.outputs = TWICE;
-  check_error(dg_data_parallel_forward(two, inputs, 2, outputs, 2), DG_INTERNAL, "output 1",
-              "in replica 0 of 2, on cpu");
+  check_error(dg_data_parallel_forward(two, inputs, 2, outputs, 2), DG_INTERNAL,
+              "outputs[1] is not a valid dg_tensor", "in replica 0 of 2, on cpu");
   self.outputs = NOTHING;
   OK(dg_data_parallel_forward(two, inputs, 2, outputs, 2));
   CHECK(outputs[0] == NULL && outputs[1] == NULL);

@@ -54,7 +54,7 @@ dg_error* ToError(const absl::Status& status) noexcept {
 absl::Status TakeError(dg_error* error) noexcept {
   if (error == nullptr) return absl::OkStatus();
   if (error == OutOfMemory()) return absl::ResourceExhaustedError("");
-  absl::StatusOr<std::unique_ptr<ErrorObject>> taken = TakeHandle<ErrorObject>(error);
+  absl::StatusOr<std::unique_ptr<ErrorObject>> taken = TakeHandle<ErrorObject>(error, "error");
   if (taken.ok()) return (*taken)->status;
   return absl::InternalError("a callback returned something that is not a dg_error");
 }
@@ -172,7 +172,7 @@ dg_error* dg_error_create_with_origin(dg_code code, dg_str message, uint32_t ori
 uint32_t dg_error_origin(const dg_error* error, uint32_t* rank) noexcept {
   if (error == nullptr || error == OutOfMemory()) return DG_ORIGIN_NONE;
   return GuardValue<uint32_t>(DG_ORIGIN_NONE, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
+    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error, "error");
     if (!pinned.ok()) return DG_ORIGIN_NONE;
     const std::optional<ErrorOrigin> origin = OriginOf((*pinned)->status);
     if (!origin.has_value()) return DG_ORIGIN_NONE;
@@ -187,7 +187,7 @@ dg_code dg_error_code(const dg_error* error) noexcept {
   if (error == nullptr) return DG_OK;
   if (error == OutOfMemory()) return DG_RESOURCE_EXHAUSTED;
   return GuardValue<dg_code>(DG_INVALID_ARGUMENT, [&]() -> dg_code {
-    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
+    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error, "error");
     if (!pinned.ok()) return DG_INVALID_ARGUMENT;
     return static_cast<dg_code>((*pinned)->status.code());
   });
@@ -197,7 +197,7 @@ dg_str dg_error_message(const dg_error* error) noexcept {
   if (error == nullptr) return ToStr("");
   if (error == OutOfMemory()) return ToStr("out of memory");
   return GuardValue<dg_str>(ToStr(""), [&] {
-    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error);
+    absl::StatusOr<Pinned<ErrorObject>> pinned = Pin<ErrorObject>(error, "error");
     return pinned.ok() ? ToStr((*pinned)->status.message()) : ToStr("not a dg_error");
   });
 }

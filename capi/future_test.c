@@ -209,8 +209,8 @@ static void test_completions(void) {
 
   FAILS(DG_INVALID_ARGUMENT, dg_completions_watch(other, done, 1));
   FAILS(DG_INVALID_ARGUMENT, dg_completions_watch(queue, open, 1));
-  SAYS(DG_INVALID_ARGUMENT, "a dg_future is NULL", dg_completions_watch(queue, NULL, 1));
-  SAYS(DG_INVALID_ARGUMENT, "a dg_completions is NULL", dg_completions_watch(NULL, done, 1));
+  SAYS(DG_INVALID_ARGUMENT, "future is NULL", dg_completions_watch(queue, NULL, 1));
+  SAYS(DG_INVALID_ARGUMENT, "completions is NULL", dg_completions_watch(NULL, done, 1));
   FAILS(DG_INVALID_ARGUMENT, dg_completions_take(other, tags, 4, &count));
   SAYS(DG_INVALID_ARGUMENT, "tags is NULL", dg_completions_take(queue, NULL, 4, &count));
   SAYS(DG_INVALID_ARGUMENT, "count, where", dg_completions_take(queue, tags, 4, NULL));

@@ -194,7 +194,18 @@ std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
                                                                HandleBits handle) noexcept {
   return Table::Get().Remove(kind, handle);
 }
-bool IsForkedChild() { return Table::Get().forked(); }
+
+absl::Status NotAHandle(absl::string_view name, bool is_null, absl::string_view kind) {
+  if (is_null) {
+    return absl::InvalidArgumentError(absl::StrCat(name, " is NULL, and has to be a valid ", kind));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      name, " is not a valid ", kind, ": it was destroyed already, or is a handle of another kind",
+      Table::Get().forked()
+          ? ", or one of the process that this one was forked off (none of its handles is alive "
+            "here; fork before the first use, or exec after it)"
+          : ""));
+}
 
 }  // namespace internal
 

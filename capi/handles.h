@@ -7,7 +7,7 @@
 //
 //   dg_tensor* handle = NewHandle<TensorObject>(tensor);      // throws if memory is out
 //   {
-//     DG_ASSIGN_OR_RETURN(Pinned<TensorObject> pinned, Pin<TensorObject>(handle));
+//     DG_ASSIGN_OR_RETURN(Pinned<TensorObject> pinned, Pin<TensorObject>(leaf, "leaf"));
 //     Use(pinned->tensor);
 //   }
 //   DestroyHandle<TensorObject>(handle);
@@ -22,6 +22,7 @@
 #ifndef DISTGRAD_CAPI_HANDLES_H_
 #define DISTGRAD_CAPI_HANDLES_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -29,6 +30,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 
 namespace distgrad {
 
@@ -79,8 +81,9 @@ void UnpinInTable(HandleBits handle) noexcept;
 // Makes the handle dead. Returns whether this call did that, and its object, if it is not pinned.
 std::pair<bool, std::unique_ptr<HandleObject>> RemoveFromTable(HandleKind kind,
                                                                HandleBits handle) noexcept;
-// Whether this process was forked off one that had handles, all of which are dead here.
-bool IsForkedChild();
+// The error of a handle that is NULL, or not a live one of that kind (`kind`: "dg_..."). `name` is
+// what the header calls the parameter, or the field, that it was given as.
+absl::Status NotAHandle(absl::string_view name, bool is_null, absl::string_view kind);
 
 template <typename T>
 HandleBits BitsOf(const T* handle) {
@@ -108,24 +111,26 @@ class Pinned {
   T* object_;
 };
 
+// Pins the object of a handle; an error calls the handle by that name, which is that of the
+// parameter, or of the field, in the header.
 template <typename T>
-absl::Status NotAHandle(const typename T::Handle* handle) {
-  return absl::InvalidArgumentError(
-      handle == nullptr
-          ? absl::StrCat("a ", T::kName, " is NULL")
-          : absl::StrCat("what was given as a ", T::kName,
-                         " is not a valid handle: destroyed already, or of another kind",
-                         internal::IsForkedChild()
-                             ? ", or one of the process that this one was forked off (none of its "
-                               "handles is alive here; fork before the first use, or exec after it)"
-                             : ""));
-}
-
-template <typename T>
-absl::StatusOr<Pinned<T>> Pin(const typename T::Handle* handle) {
+absl::StatusOr<Pinned<T>> Pin(const typename T::Handle* handle, absl::string_view name) {
   const internal::HandleBits bits = internal::BitsOf(handle);
   HandleObject* object = internal::PinInTable(T::kKind, bits);
-  if (object == nullptr) return NotAHandle<T>(handle);
+  if (object == nullptr) return internal::NotAHandle(name, handle == nullptr, T::kName);
+  return Pinned<T>(bits, static_cast<T*>(object));
+}
+
+// Does so for an element of the array of that name.
+template <typename T>
+absl::StatusOr<Pinned<T>> PinElement(const typename T::Handle* const* handles, size_t index,
+                                     absl::string_view array) {
+  const internal::HandleBits bits = internal::BitsOf(handles[index]);
+  HandleObject* object = internal::PinInTable(T::kKind, bits);
+  if (object == nullptr) {
+    return internal::NotAHandle(absl::StrCat(array, "[", index, "]"), handles[index] == nullptr,
+                                T::kName);
+  }
   return Pinned<T>(bits, static_cast<T*>(object));
 }
 
@@ -146,14 +151,15 @@ bool DestroyHandle(const typename T::Handle* handle) noexcept {
   return internal::RemoveFromTable(T::kKind, internal::BitsOf(handle)).first;
 }
 
-// Destroys a handle and gives its object, which no other thread may be using.
+// Destroys a handle and gives its object, which no other thread may be using. Names as of Pin().
 template <typename T>
-absl::StatusOr<std::unique_ptr<T>> TakeHandle(const typename T::Handle* handle) {
+absl::StatusOr<std::unique_ptr<T>> TakeHandle(const typename T::Handle* handle,
+                                              absl::string_view name) {
   auto [was_live, object] = internal::RemoveFromTable(T::kKind, internal::BitsOf(handle));
-  if (!was_live) return NotAHandle<T>(handle);
+  if (!was_live) return internal::NotAHandle(name, handle == nullptr, T::kName);
   if (object == nullptr) {
     return absl::FailedPreconditionError(
-        absl::StrCat("a ", T::kName, " that is taken is in use on another thread"));
+        absl::StrCat(name, ", a ", T::kName, " that is taken, is in use on another thread"));
   }
   return std::unique_ptr<T>(static_cast<T*>(object.release()));
 }

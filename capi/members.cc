@@ -41,7 +41,7 @@ namespace {
 template <typename F>
 uint32_t Ask(const dg_worker* worker, F&& get) noexcept {
   return GuardValue<uint32_t>(0, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+    absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker, "worker");
     return pinned.ok() ? get(*(*pinned)->shared) : 0;
   });
 }
@@ -119,7 +119,7 @@ dg_error* dg_worker_on_member(dg_worker* worker,
     DG_RETURN_IF_ERROR(CheckMayWait());
     std::shared_ptr<SharedWorker> shared;
     {
-      DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
+      DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker, "worker"));
       shared = pinned->shared;
     }
     if (callback == nullptr) return shared->OnMember(nullptr);

@@ -332,7 +332,7 @@ static void test_device_pairs(void) {
   SAYS(DG_INVALID_ARGUMENT, "dg_device_pair.struct_size", dg_worker_create(&options, &worker));
   pair.struct_size = sizeof(pair);
   pairs[1] = NULL;
-  SAYS(DG_INVALID_ARGUMENT, "device pair 1 is NULL", dg_worker_create(&options, &worker));
+  SAYS(DG_INVALID_ARGUMENT, "device_pairs[1] is NULL", dg_worker_create(&options, &worker));
   pairs[1] = &pair;
   worker = start(&options); /* of a peer that may come yet */
   dg_worker_destroy(worker);

@@ -47,7 +47,8 @@ dg_error* dg_message_create(const void* payload, size_t payload_size,
     Message message;
     DG_ASSIGN_OR_RETURN(message.payload,
                         FromStr({static_cast<const char*>(payload), payload_size}, "payload"));
-    DG_ASSIGN_OR_RETURN(message.tensors, PinTensors(tensors, tensor_count, /*allow_null=*/true));
+    DG_ASSIGN_OR_RETURN(message.tensors,
+                        PinTensors(tensors, tensor_count, /*allow_null=*/true, "tensors"));
     *out = NewHandle<MessageObject>(std::move(message));
     return absl::OkStatus();
   });
@@ -57,14 +58,14 @@ void dg_message_destroy(dg_message* message) noexcept { DestroyHandle<MessageObj
 
 dg_str dg_message_payload(const dg_message* message) noexcept {
   return GuardValue<dg_str>(ToStr(""), [&] {
-    absl::StatusOr<Pinned<MessageObject>> pinned = Pin<MessageObject>(message);
+    absl::StatusOr<Pinned<MessageObject>> pinned = Pin<MessageObject>(message, "message");
     return pinned.ok() ? ToStr((*pinned)->message.payload) : ToStr("");
   });
 }
 
 size_t dg_message_tensor_count(const dg_message* message) noexcept {
   return GuardValue<size_t>(0, [&]() -> size_t {
-    absl::StatusOr<Pinned<MessageObject>> pinned = Pin<MessageObject>(message);
+    absl::StatusOr<Pinned<MessageObject>> pinned = Pin<MessageObject>(message, "message");
     return pinned.ok() ? (*pinned)->message.tensors.size() : 0;
   });
 }
@@ -72,7 +73,7 @@ size_t dg_message_tensor_count(const dg_message* message) noexcept {
 dg_error* dg_message_tensor(const dg_message* message, size_t index, dg_tensor** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> pinned, Pin<MessageObject>(message));
+    DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> pinned, Pin<MessageObject>(message, "message"));
     const std::vector<at::Tensor>& tensors = pinned->message.tensors;
     if (index >= tensors.size()) {
       return absl::InvalidArgumentError(absl::StrCat("no tensor ", index, " of ", tensors.size()));
@@ -88,7 +89,7 @@ dg_error* dg_future_wait(const dg_future* future, int64_t timeout_ms, bool* done
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(done, "done"));
     if (timeout_ms != 0) DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future, "future"));
     *done = VisitFuture(*pinned, [&](const auto& work) {
       return work.WaitUntil(ToDeadline(timeout_ms, absl::InfinitePast()));
     });
@@ -99,7 +100,7 @@ dg_error* dg_future_wait(const dg_future* future, int64_t timeout_ms, bool* done
 dg_error* dg_future_result(const dg_future* future, dg_message** reply) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(reply, "reply"));
-    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future, "future"));
     DG_RETURN_IF_ERROR(VisitFuture(*pinned, [](const auto& work) { return CheckDone(work); }));
     if (const auto* work = std::get_if<Future<Message>>(&pinned->work)) {
       *reply = NewHandle<MessageObject>(*work->Wait());
@@ -116,7 +117,7 @@ dg_error* dg_future_result(const dg_future* future, dg_message** reply) noexcept
 dg_error* dg_future_values(const dg_future* future, dg_values** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future, "future"));
     DG_RETURN_IF_ERROR(VisitFuture(*pinned, [](const auto& work) { return CheckDone(work); }));
     const auto* remote = std::get_if<RemoteValues>(&pinned->work);
     if (remote == nullptr) {
@@ -134,7 +135,7 @@ dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
   UserData taken(user_data, destroy);
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckCallback(done != nullptr, "done"));
-    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future, "future"));
     VisitFuture(*pinned, [&](const auto& work) {
       work.Then([done, taken = std::move(taken)](const auto&) {
         NoWaitScope scope;
@@ -147,7 +148,7 @@ dg_error* dg_future_then(const dg_future* future, void (*done)(void* user_data),
 
 dg_error* dg_future_cancel(const dg_future* future) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future));
+    DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> pinned, Pin<FutureObject>(future, "future"));
     VisitFuture(*pinned, [](const auto& work) { work.Cancel(); });
     return absl::OkStatus();
   });

@@ -94,10 +94,9 @@ struct CancellationObject : HandleObject {
 // ---------------------------------------------------------------------------------- Conversion
 
 // Returns the tensors of an array of handles; undefined where NULL is given, if that is allowed.
-// `what` is the name of the parameter or field.
+// `name` is that of the parameter or field.
 absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handles, size_t count,
-                                                   bool allow_null,
-                                                   absl::string_view what = "tensors");
+                                                   bool allow_null, absl::string_view name);
 // Returns NULL for an undefined one. Throws if memory is out.
 dg_tensor* NewTensorHandle(const at::Tensor& tensor);
 

@@ -25,7 +25,7 @@ c10::IValue ToList(const T* data, size_t size) {
 
 absl::StatusOr<c10::IValue> ToTensorList(const dg_tensor* const* data, size_t size) {
   DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> tensors,
-                      PinTensors(data, size, /*allow_null=*/true));
+                      PinTensors(data, size, /*allow_null=*/true, "as.tensors.data"));
   c10::List<std::optional<at::Tensor>> optional;
   c10::List<at::Tensor> whole;
   for (const at::Tensor& tensor : tensors) {
@@ -56,7 +56,8 @@ absl::StatusOr<c10::IValue> FromValue(const dg_value& value) {
     }
     case DG_VALUE_TENSOR: {
       if (value.as.tensor == nullptr) return c10::IValue();
-      DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(value.as.tensor));
+      DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned,
+                          Pin<TensorObject>(value.as.tensor, "as.tensor"));
       return c10::IValue(pinned->tensor);
     }
     case DG_VALUE_INTEGERS:
@@ -187,7 +188,7 @@ extern "C" {
 
 size_t dg_values_count(const dg_values* values) noexcept {
   return GuardValue<size_t>(0, [&]() -> size_t {
-    absl::StatusOr<Pinned<ValuesObject>> pinned = Pin<ValuesObject>(values);
+    absl::StatusOr<Pinned<ValuesObject>> pinned = Pin<ValuesObject>(values, "values");
     return pinned.ok() ? (*pinned)->values.size() : 0;
   });
 }
@@ -195,7 +196,7 @@ size_t dg_values_count(const dg_values* values) noexcept {
 dg_error* dg_values_get(const dg_values* values, size_t index, dg_value* out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<ValuesObject> pinned, Pin<ValuesObject>(values));
+    DG_ASSIGN_OR_RETURN(const Pinned<ValuesObject> pinned, Pin<ValuesObject>(values, "values"));
     if (index >= pinned->values.size()) {
       return absl::InvalidArgumentError(
           absl::StrCat("no value ", index, " of ", pinned->values.size()));

@@ -71,9 +71,11 @@ dg_error* WithFile(dg_optimizer* optimizer, const dg_str* names, const dg_tensor
                    size_t count, dg_str path, F&& use) {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, parameters, count));
+    DG_ASSIGN_OR_RETURN(const TensorMap named,
+                        PinTensorMap(names, parameters, count, "parameters"));
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use in_use, pinned->worker->Begin());
     const BlockingScope blocking;
     return use(*pinned->optimizer, named, text);
@@ -143,8 +145,9 @@ dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str name,
 dg_error* dg_optimizer_step(dg_optimizer* optimizer, const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     return pinned->optimizer->Step(of->context);
   });
@@ -156,8 +159,9 @@ dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer, const dg_context*
     DG_RETURN_IF_ERROR(CheckOut(norm, "norm"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_RETURN_IF_ERROR(CheckNotNegative(max_norm, "max_norm"));
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     DG_ASSIGN_OR_RETURN(*norm, pinned->optimizer->ClipGradients(of->context, max_norm));
     return absl::OkStatus();
@@ -167,7 +171,8 @@ dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer, const dg_context*
 dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer, double learning_rate) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     return pinned->optimizer->SetLearningRate(learning_rate);
   });
@@ -181,7 +186,8 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
     DG_RETURN_IF_ERROR(CheckMayWait());
     std::vector<StateTensor> state;
     {
-      DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+      DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                          Pin<OptimizerObject>(optimizer, "optimizer"));
       DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
       const BlockingScope blocking;
       DG_ASSIGN_OR_RETURN(state, pinned->optimizer->State());
@@ -202,13 +208,14 @@ dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_RETURN_IF_ERROR(CheckArray(names, count, "names"));
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> pinned_tensors,
-                        PinTensors(tensors, count, /*allow_null=*/false));
+                        PinTensors(tensors, count, /*allow_null=*/false, "tensors"));
     std::vector<StateTensor> state;
     for (size_t i = 0; i < count; ++i) {
       DG_ASSIGN_OR_RETURN(std::string name, FromStr(names[i], "a name"));
       state.push_back({std::move(name), pinned_tensors[i]});
     }
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     const BlockingScope blocking;
     return pinned->optimizer->LoadState(state);
@@ -236,7 +243,8 @@ dg_error* dg_optimizer_load(dg_optimizer* optimizer, const dg_str* names,
 dg_error* dg_optimizer_remove(dg_optimizer* optimizer) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned, Pin<OptimizerObject>(optimizer));
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     const BlockingScope blocking;
     pinned->optimizer->Remove();

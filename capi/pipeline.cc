@@ -258,7 +258,8 @@ class StagesPart : public SharedWorker::Part {
     for (size_t i = 0; i < stage.tied_count; ++i) {
       DG_ASSIGN_OR_RETURN(const std::string name,
                           FromStr(stage.tied_names[i], "a name of tied_names"));
-      DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(stage.tied[i]));
+      DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned,
+                          PinElement<TensorObject>(stage.tied, i, "tied"));
       if (!made.tied.emplace(name, pinned->tensor).second) {
         return absl::InvalidArgumentError(absl::StrCat("tied_names has '", name, "' twice"));
       }
@@ -318,10 +319,9 @@ class StagesPart : public SharedWorker::Part {
         [&] { return functions.stage.forward(functions.user_data.get(), &micro_batch, &outputs); });
     const OwnedHandle<MessageObject> owner(outputs);
     DG_RETURN_IF_ERROR(status);
-    absl::StatusOr<std::unique_ptr<MessageObject>> taken = TakeHandle<MessageObject>(outputs);
-    if (!taken.ok()) {
-      return absl::InternalError(absl::StrCat("its outputs: ", taken.status().message()));
-    }
+    absl::StatusOr<std::unique_ptr<MessageObject>> taken =
+        TakeHandle<MessageObject>(outputs, "*outputs");
+    if (!taken.ok()) return absl::InternalError(taken.status().message());
     if (!(*taken)->message.payload.empty()) {
       return absl::InvalidArgumentError(
           "its outputs are a message with a payload, which nobody would get");
@@ -342,10 +342,8 @@ class StagesPart : public SharedWorker::Part {
         Call([&] { return functions.stage.loss(functions.user_data.get(), &micro_batch, &loss); });
     const OwnedHandle<TensorObject> owner(loss);
     DG_RETURN_IF_ERROR(status);
-    absl::StatusOr<std::unique_ptr<TensorObject>> taken = TakeHandle<TensorObject>(loss);
-    if (!taken.ok()) {
-      return absl::InternalError(absl::StrCat("its loss: ", taken.status().message()));
-    }
+    absl::StatusOr<std::unique_ptr<TensorObject>> taken = TakeHandle<TensorObject>(loss, "*loss");
+    if (!taken.ok()) return absl::InternalError(taken.status().message());
     return (*taken)->tensor;
   }
 
@@ -410,7 +408,7 @@ absl::StatusOr<std::vector<std::shared_ptr<const StageFunctions>>> TakeStages(
   for (size_t i = 0; i < count; ++i) {
     const dg_pipeline_stage* const given = stages[i];
     if (given == nullptr) {
-      first.Update(absl::InvalidArgumentError(absl::StrCat("stage ", i, " of the list is NULL")));
+      first.Update(absl::InvalidArgumentError(absl::StrCat("stages[", i, "] is NULL")));
       continue;
     }
     absl::StatusOr<dg_pipeline_stage> read =
@@ -525,7 +523,7 @@ dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages, uint64_t micro_batc
 
 const dg_schedule_data* dg_schedule_get(const dg_schedule* schedule) noexcept {
   return GuardValue<const dg_schedule_data*>(nullptr, [&]() -> const dg_schedule_data* {
-    const absl::StatusOr<Pinned<ScheduleObject>> pinned = Pin<ScheduleObject>(schedule);
+    const absl::StatusOr<Pinned<ScheduleObject>> pinned = Pin<ScheduleObject>(schedule, "schedule");
     return pinned.ok() ? &(*pinned)->data : nullptr;
   });
 }
@@ -536,7 +534,8 @@ dg_error* dg_schedule_simulate(const dg_schedule* schedule,
                                uint32_t* max_activations, double* const* starts) noexcept {
   return Guard([&]() -> absl::Status {
     if (time == nullptr) return absl::InvalidArgumentError("time is NULL");
-    DG_ASSIGN_OR_RETURN(const Pinned<ScheduleObject> pinned, Pin<ScheduleObject>(schedule));
+    DG_ASSIGN_OR_RETURN(const Pinned<ScheduleObject> pinned,
+                        Pin<ScheduleObject>(schedule, "schedule"));
     const auto ask = [&](const Action& action) {
       const dg_action borrowed = ScheduleObject::FromAction(action);
       return time(user_data, &borrowed);
@@ -576,7 +575,9 @@ dg_error* dg_pipeline_stages_create(dg_worker* worker, dg_str name,
     PipelineStagesOptions core_options;
     DG_ASSIGN_OR_RETURN(core_options.num_threads, ToInt(read.num_threads, "num_threads"));
     if (read.averager != nullptr) {
-      DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(read.averager));
+      DG_ASSIGN_OR_RETURN(
+          const Pinned<AveragerObject> pinned,
+          Pin<AveragerObject>(read.averager, "dg_pipeline_stages_options.averager"));
       core_options.averager = pinned->averager;
     }
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
@@ -594,7 +595,8 @@ dg_error* dg_pipeline_stages_create(dg_worker* worker, dg_str name,
 void dg_pipeline_stages_destroy(dg_pipeline_stages* stages) noexcept {
   if (stages == nullptr) return;
   GuardValue(0, [&] {
-    const absl::StatusOr<Pinned<PipelineStagesObject>> pinned = Pin<PipelineStagesObject>(stages);
+    const absl::StatusOr<Pinned<PipelineStagesObject>> pinned =
+        Pin<PipelineStagesObject>(stages, "stages");
     // Of several that destroy it one does all of it.
     if (!pinned.ok() || !DestroyHandle<PipelineStagesObject>(stages)) return 0;
     StagesPart& part = *(*pinned)->part;
@@ -636,7 +638,8 @@ dg_error* dg_pipeline_create(dg_worker* worker, dg_str name, const dg_schedule* 
       core_options.workers.push_back(std::move(of_rank));
     }
     {
-      DG_ASSIGN_OR_RETURN(const Pinned<ScheduleObject> pinned, Pin<ScheduleObject>(schedule));
+      DG_ASSIGN_OR_RETURN(const Pinned<ScheduleObject> pinned,
+                          Pin<ScheduleObject>(schedule, "schedule"));
       core_options.schedule = pinned->schedule;
     }
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
@@ -659,8 +662,9 @@ dg_error* dg_pipeline_train(const dg_pipeline* pipeline, const dg_context* conte
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned, Pin<PipelineObject>(pipeline));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned,
+                        Pin<PipelineObject>(pipeline, "pipeline"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     DG_ASSIGN_OR_RETURN(PipelineResult result,
@@ -678,7 +682,8 @@ dg_error* dg_pipeline_evaluate(const dg_pipeline* pipeline, const dg_tensor* con
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned, Pin<PipelineObject>(pipeline));
+    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned,
+                        Pin<PipelineObject>(pipeline, "pipeline"));
     DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     DG_ASSIGN_OR_RETURN(PipelineResult result,
@@ -693,7 +698,7 @@ dg_error* dg_pipeline_result_loss(const dg_pipeline_result* result, dg_tensor** 
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const Pinned<PipelineResultObject> pinned,
-                        Pin<PipelineResultObject>(result));
+                        Pin<PipelineResultObject>(result, "result"));
     *out = NewTensorHandle(pinned->result.loss);
     return absl::OkStatus();
   });
@@ -703,7 +708,7 @@ dg_error* dg_pipeline_result_losses(const dg_pipeline_result* result, dg_message
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const Pinned<PipelineResultObject> pinned,
-                        Pin<PipelineResultObject>(result));
+                        Pin<PipelineResultObject>(result, "result"));
     *out = NewHandle<MessageObject>(Message{{}, pinned->result.losses});
     return absl::OkStatus();
   });
@@ -711,7 +716,8 @@ dg_error* dg_pipeline_result_losses(const dg_pipeline_result* result, dg_message
 
 size_t dg_pipeline_result_output_count(const dg_pipeline_result* result) noexcept {
   return GuardValue<size_t>(0, [&]() -> size_t {
-    const absl::StatusOr<Pinned<PipelineResultObject>> pinned = Pin<PipelineResultObject>(result);
+    const absl::StatusOr<Pinned<PipelineResultObject>> pinned =
+        Pin<PipelineResultObject>(result, "result");
     return pinned.ok() ? (*pinned)->result.outputs.size() : 0;
   });
 }
@@ -721,7 +727,7 @@ dg_error* dg_pipeline_result_outputs(const dg_pipeline_result* result, size_t mi
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const Pinned<PipelineResultObject> pinned,
-                        Pin<PipelineResultObject>(result));
+                        Pin<PipelineResultObject>(result, "result"));
     const std::vector<Tensors>& outputs = pinned->result.outputs;
     if (micro_batch >= outputs.size()) {
       return absl::InvalidArgumentError(absl::StrCat("there are outputs of ", outputs.size(),

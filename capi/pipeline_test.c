@@ -669,11 +669,12 @@ static void test_faults(void) {
   SAYS(DG_INVALID_ARGUMENT, "forward of stage 0, micro-batch 1 on worker 'front': its outputs are",
        try_step(pipeline, 0));
   set_fault(0, NO_OUTPUTS, 0);
-  SAYS(DG_INTERNAL, "its outputs: a dg_message is NULL", try_step(pipeline, 0));
+  SAYS(DG_INTERNAL, ": *outputs is NULL, and has to be a valid dg_message", try_step(pipeline, 0));
   set_fault(0, GARBAGE, 3);
-  SAYS(DG_INTERNAL, "its outputs: what was given as a dg_message is not", try_step(pipeline, 0));
+  SAYS(DG_INTERNAL, ": *outputs is not a valid dg_message: it was destroyed",
+       try_step(pipeline, 0));
   set_fault(1, GARBAGE, -1);
-  SAYS(DG_INTERNAL, "its loss: a dg_tensor is NULL", try_step(pipeline, 0));
+  SAYS(DG_INTERNAL, ": *loss is NULL, and has to be a valid dg_tensor", try_step(pipeline, 0));
   for (int stage = 0; stage < 2; ++stage) {
     set_fault(stage, MISUSE, 1);
     OK(try_step(pipeline, 0));
@@ -878,7 +879,7 @@ static void test_wrong_arguments(void) {
     ++expected;                                           \
     CHECK(layers[0].ended == expected && stages == NULL); \
   } while (0)
-  REFUSED(DG_INVALID_ARGUMENT, "stage 2 of the list is NULL",
+  REFUSED(DG_INVALID_ARGUMENT, "stages[2] is NULL",
           dg_pipeline_stages_create(workers[0], model, list, 3, NULL, &stages));
   CHECK(layers[1].ended == 1);
   REFUSED(DG_INVALID_ARGUMENT, "", dg_pipeline_stages_create(NULL, model, list, 1, NULL, &stages));

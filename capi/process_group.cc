@@ -67,13 +67,13 @@ absl::StatusOr<ProcessGroupOptions> ToOptions(dg_worker* worker,
   return options;
 }
 
+// `name` is that of the array, and `what` that of one of its tensors in errors of core's.
 absl::StatusOr<std::vector<NamedTensor>> ToNamed(const dg_tensor* const* handles, size_t count,
-                                                 absl::string_view what) {
-  absl::StatusOr<std::vector<at::Tensor>> tensors =
-      PinTensors(handles, count, /*allow_null=*/false);
-  if (!tensors.ok()) return Annotate(tensors.status(), what);
+                                                 absl::string_view name, absl::string_view what) {
+  DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> tensors,
+                      PinTensors(handles, count, /*allow_null=*/false, name));
   std::vector<NamedTensor> named;
-  for (at::Tensor& tensor : *tensors) {
+  for (at::Tensor& tensor : tensors) {
     named.push_back({.name = absl::StrCat(what, " ", named.size()), .tensor = std::move(tensor)});
   }
   return named;
@@ -85,9 +85,10 @@ dg_error* Collective(dg_process_group* group, const dg_tensor* const* tensors, s
                      F&& run) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
+    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned,
+                        Pin<ProcessGroupObject>(group, "group"));
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> values,
-                        PinTensors(tensors, tensor_count, /*allow_null=*/false));
+                        PinTensors(tensors, tensor_count, /*allow_null=*/false, "tensors"));
     const BlockingScope blocking;
     return run(*pinned->group, values);
   });
@@ -95,7 +96,7 @@ dg_error* Collective(dg_process_group* group, const dg_tensor* const* tensors, s
 
 uint32_t Ask(const dg_process_group* group, int (ProcessGroup::*get)() const) noexcept {
   return GuardValue<uint32_t>(0, [&]() -> uint32_t {
-    absl::StatusOr<Pinned<ProcessGroupObject>> pinned = Pin<ProcessGroupObject>(group);
+    absl::StatusOr<Pinned<ProcessGroupObject>> pinned = Pin<ProcessGroupObject>(group, "group");
     return pinned.ok() ? static_cast<uint32_t>(((*pinned)->group.get()->*get)()) : 0;
   });
 }
@@ -153,7 +154,8 @@ dg_error* dg_process_group_broadcast(dg_process_group* group, const dg_tensor* c
 dg_error* dg_process_group_fail(dg_process_group* group, dg_code code, dg_str why) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
+    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned,
+                        Pin<ProcessGroupObject>(group, "group"));
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(why, "why"));
     const BlockingScope blocking;  // for the store
     pinned->group->Fail(absl::Status(ToStatusCode(code), text));
@@ -174,11 +176,12 @@ dg_error* dg_gradient_averager_create(dg_process_group* group, const dg_tensor* 
                                                   "dg_gradient_averager_options"));
     DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE,
                                   "dg_gradient_averager_options"));
-    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned, Pin<ProcessGroupObject>(group));
+    DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned,
+                        Pin<ProcessGroupObject>(group, "group"));
     DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> of_model,
-                        ToNamed(parameters, parameter_count, "parameter"));
+                        ToNamed(parameters, parameter_count, "parameters", "parameter"));
     DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> buffers,
-                        ToNamed(read.buffers, read.buffer_count, "buffer"));
+                        ToNamed(read.buffers, read.buffer_count, "buffers", "buffer"));
     // A program in C has no backward but that of contexts.
     GradientAveragerOptions core_options{
         .in_backward = false,
@@ -201,8 +204,9 @@ dg_error* dg_gradient_averager_average(dg_gradient_averager* averager,
                                        const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned,
+                        Pin<AveragerObject>(averager, "averager"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     const BlockingScope blocking;
     return pinned->averager->Average(*of->context.record());
   });
@@ -212,8 +216,9 @@ dg_error* dg_gradient_averager_average_in_backward(dg_gradient_averager* average
                                                    const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned,
+                        Pin<AveragerObject>(averager, "averager"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     const BlockingScope blocking;  // for an average on another thread
     return pinned->averager->AverageInBackward(*of->context.record());
   });
@@ -225,8 +230,9 @@ dg_error* dg_gradient_averager_join(dg_gradient_averager* averager, const dg_con
     DG_RETURN_IF_ERROR(CheckOut(others_go_on, "others_go_on"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_RETURN_IF_ERROR(CheckFlags(flags, DG_GRADIENT_AVERAGER_JOIN_KEEP_GRADIENTS, "flags"));
-    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned, Pin<AveragerObject>(averager));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context));
+    DG_ASSIGN_OR_RETURN(const Pinned<AveragerObject> pinned,
+                        Pin<AveragerObject>(averager, "averager"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(
         const bool others,

@@ -44,10 +44,11 @@ absl::StatusOr<std::map<std::string, std::string>> ToMetadata(const dg_entry* en
 }  // namespace
 
 absl::StatusOr<TensorMap> PinTensorMap(const dg_str* names, const dg_tensor* const* tensors,
-                                       size_t count) {
-  DG_RETURN_IF_ERROR(CheckArray(names, count, "names"));
+                                       size_t count, absl::string_view of_tensors,
+                                       absl::string_view of_names) {
+  DG_RETURN_IF_ERROR(CheckArray(names, count, of_names));
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> pinned,
-                      PinTensors(tensors, count, /*allow_null=*/false));
+                      PinTensors(tensors, count, /*allow_null=*/false, of_tensors));
   TensorMap map;
   for (size_t i = 0; i < count; ++i) {
     DG_ASSIGN_OR_RETURN(std::string name, FromStr(names[i], "a name"));
@@ -71,7 +72,7 @@ dg_error* dg_safetensors_save(dg_str path, const dg_str* names, const dg_tensor*
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
-    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, tensors, count));
+    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, tensors, count, "tensors"));
     DG_ASSIGN_OR_RETURN(const auto entries, ToMetadata(metadata, metadata_count));
     const BlockingScope blocking;
     return SaveSafetensors(named, text, entries);
@@ -105,7 +106,7 @@ dg_error* dg_safetensors_load_into(dg_str path, const dg_str* names,
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
-    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, tensors, count));
+    DG_ASSIGN_OR_RETURN(const TensorMap named, PinTensorMap(names, tensors, count, "tensors"));
     const BlockingScope blocking;
     return LoadSafetensorsInto(text, named);
   });
@@ -130,7 +131,7 @@ dg_error* dg_safetensors_file_tensors(const dg_safetensors_file* file,
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_ASSIGN_OR_RETURN(const Pinned<SafetensorsFileObject> pinned,
-                        Pin<SafetensorsFileObject>(file));
+                        Pin<SafetensorsFileObject>(file, "file"));
     for (const auto& [name, info] : pinned->file.header().tensors) {
       const dg_safetensors_info seen = {.struct_size = sizeof(dg_safetensors_info),
                                         .name = ToStr(name),
@@ -150,7 +151,7 @@ dg_error* dg_safetensors_file_metadata(const dg_safetensors_file* file,
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_ASSIGN_OR_RETURN(const Pinned<SafetensorsFileObject> pinned,
-                        Pin<SafetensorsFileObject>(file));
+                        Pin<SafetensorsFileObject>(file, "file"));
     for (const auto& [name, value] : pinned->file.header().metadata) {
       const dg_entry entry = {ToStr(name), ToStr(value)};
       visit(user_data, &entry);
@@ -165,7 +166,7 @@ dg_error* dg_safetensors_file_read(const dg_safetensors_file* file, dg_str name,
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<SafetensorsFileObject> pinned,
-                        Pin<SafetensorsFileObject>(file));
+                        Pin<SafetensorsFileObject>(file, "file"));
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(const at::Tensor tensor, pinned->file.Read(text));
@@ -179,9 +180,9 @@ dg_error* dg_safetensors_file_read_into(const dg_safetensors_file* file, dg_str 
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<SafetensorsFileObject> pinned,
-                        Pin<SafetensorsFileObject>(file));
+                        Pin<SafetensorsFileObject>(file, "file"));
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> to, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> to, Pin<TensorObject>(tensor, "tensor"));
     const BlockingScope blocking;
     return pinned->file.ReadInto(text, to->tensor);
   });

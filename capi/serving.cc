@@ -42,16 +42,17 @@ class Borrowed {
   dg_request request_ = {};
 };
 
-// NULL is an empty one.
-absl::StatusOr<Message> TakeReply(dg_message* reply) {
+// NULL is an empty one. `name` is that of the parameter.
+absl::StatusOr<Message> TakeReply(dg_message* reply, absl::string_view name) {
   if (reply == nullptr) return Message{};
-  DG_ASSIGN_OR_RETURN(const std::unique_ptr<MessageObject> taken, TakeHandle<MessageObject>(reply));
+  DG_ASSIGN_OR_RETURN(const std::unique_ptr<MessageObject> taken,
+                      TakeHandle<MessageObject>(reply, name));
   return std::move(taken->message);
 }
 
 // What the caller is told of a reply that is not a valid handle.
 absl::Status BadReply(const absl::Status& why) {
-  return absl::InternalError(absl::StrCat("its reply: ", why.message()));
+  return absl::InternalError(absl::StrCat("the handler's answer: ", why.message()));
 }
 
 struct ResponderObject : HandleObject {
@@ -115,7 +116,7 @@ absl::StatusOr<Message> SharedWorker::Serve(const Handler& handler, Request& req
   }
   const OwnedHandle<MessageObject> reply_owner(reply);
   DG_RETURN_IF_ERROR(TakeError(error));
-  absl::StatusOr<Message> message = TakeReply(reply);
+  absl::StatusOr<Message> message = TakeReply(reply, "*reply");
   if (!message.ok()) return BadReply(message.status());
   return message;
 }
@@ -155,12 +156,12 @@ dg_error* dg_responder_answer(dg_responder* responder, dg_message* reply,
     const OwnedHandle<MessageObject> reply_owner(reply);
     const absl::Status failed = TakeError(error);
     DG_ASSIGN_OR_RETURN(const std::unique_ptr<ResponderObject> taken,
-                        TakeHandle<ResponderObject>(responder));
+                        TakeHandle<ResponderObject>(responder, "responder"));
     if (!failed.ok()) {
       taken->promise.Set(failed);
       return absl::OkStatus();
     }
-    absl::StatusOr<Message> message = TakeReply(reply);
+    absl::StatusOr<Message> message = TakeReply(reply, "reply");
     const absl::Status status = message.status();
     taken->promise.Set(status.ok() ? std::move(message) : BadReply(status));
     return status;
@@ -182,7 +183,7 @@ dg_error* dg_cancellation_create(dg_cancellation** out) noexcept {
 dg_error* dg_cancellation_cancel(dg_cancellation* cancellation) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
-                        Pin<CancellationObject>(cancellation));
+                        Pin<CancellationObject>(cancellation, "cancellation"));
     pinned->cancellation->Cancel(absl::CancelledError("the program has cancelled it"));
     return absl::OkStatus();
   });
@@ -191,7 +192,7 @@ dg_error* dg_cancellation_cancel(dg_cancellation* cancellation) noexcept {
 dg_error* dg_cancellation_check(const dg_cancellation* cancellation) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
-                        Pin<CancellationObject>(cancellation));
+                        Pin<CancellationObject>(cancellation, "cancellation"));
     return pinned->cancellation->why();
   });
 }
@@ -203,7 +204,7 @@ dg_error* dg_cancellation_on_cancel(const dg_cancellation* cancellation,
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckCallback(cancelled != nullptr, "cancelled"));
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
-                        Pin<CancellationObject>(cancellation));
+                        Pin<CancellationObject>(cancellation, "cancellation"));
     const uint64_t watch = pinned->cancellation->OnCancel([cancelled, taken = std::move(taken)] {
       NoWaitScope scope;
       cancelled(taken.get());
@@ -216,7 +217,7 @@ dg_error* dg_cancellation_on_cancel(const dg_cancellation* cancellation,
 dg_error* dg_cancellation_forget(const dg_cancellation* cancellation, uint64_t id) noexcept {
   return Guard([&]() -> absl::Status {
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> pinned,
-                        Pin<CancellationObject>(cancellation));
+                        Pin<CancellationObject>(cancellation, "cancellation"));
     pinned->cancellation->Forget(id);
     return absl::OkStatus();
   });

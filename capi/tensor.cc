@@ -187,8 +187,8 @@ absl::StatusOr<at::Tensor> ImportDlpack(DLManagedTensorVersioned* managed) {
 }  // namespace
 
 absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handles, size_t count,
-                                                   bool allow_null, absl::string_view what) {
-  DG_RETURN_IF_ERROR(CheckArray(handles, count, what));
+                                                   bool allow_null, absl::string_view name) {
+  DG_RETURN_IF_ERROR(CheckArray(handles, count, name));
   std::vector<at::Tensor> tensors;
   tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
@@ -196,9 +196,9 @@ absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handl
       tensors.emplace_back();
       continue;
     }
-    absl::StatusOr<Pinned<TensorObject>> pinned = Pin<TensorObject>(handles[i]);
-    if (!pinned.ok()) return Annotate(pinned.status(), absl::StrCat(what, "[", i, "]"));
-    tensors.push_back((*pinned)->tensor);
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned,
+                        PinElement<TensorObject>(handles, i, name));
+    tensors.push_back(pinned->tensor);
   }
   return tensors;
 }
@@ -227,7 +227,7 @@ namespace {
 template <typename T, typename F>
 T Ask(const dg_tensor* tensor, T fallback, F&& get) noexcept {
   return GuardValue<T>(fallback, [&]() -> T {
-    absl::StatusOr<Pinned<TensorObject>> pinned = Pin<TensorObject>(tensor);
+    absl::StatusOr<Pinned<TensorObject>> pinned = Pin<TensorObject>(tensor, "tensor");
     return pinned.ok() ? get((*pinned)->tensor) : fallback;
   });
 }
@@ -275,7 +275,7 @@ dg_error* dg_tensor_from_memory(void* data, dg_dtype dtype, const int64_t* shape
 
 dg_error* dg_tensor_from_dlpack(DLManagedTensorVersioned* managed, dg_tensor** out) noexcept {
   return Guard([&]() -> absl::Status {
-    if (managed == nullptr) return absl::InvalidArgumentError("a DLManagedTensorVersioned is NULL");
+    if (managed == nullptr) return absl::InvalidArgumentError("managed is NULL");
     DG_ASSIGN_OR_RETURN(const at::Tensor tensor, ImportDlpack(managed));
     DG_RETURN_IF_ERROR(CheckOut(out));
     *out = NewTensorHandle(tensor);
@@ -286,7 +286,7 @@ dg_error* dg_tensor_from_dlpack(DLManagedTensorVersioned* managed, dg_tensor** o
 dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor, DLManagedTensorVersioned** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     if (pinned->tensor.requires_grad()) {
       return absl::FailedPreconditionError("the tensor requires grad: detach it first");
     }
@@ -306,7 +306,7 @@ dg_error* dg_tensor_from_torch(const void* torch_tensor, dg_tensor** out) noexce
     DG_RETURN_IF_ERROR(CheckOut(out));
     const auto* tensor = static_cast<const at::Tensor*>(torch_tensor);
     if (tensor == nullptr || !tensor->defined()) {
-      return absl::InvalidArgumentError("an at::Tensor is NULL or undefined");
+      return absl::InvalidArgumentError("torch_tensor is NULL, or an at::Tensor that is undefined");
     }
     *out = NewTensorHandle(*tensor);
     return absl::OkStatus();
@@ -316,7 +316,7 @@ dg_error* dg_tensor_from_torch(const void* torch_tensor, dg_tensor** out) noexce
 dg_error* dg_tensor_clone(const dg_tensor* tensor, dg_tensor** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     *out = NewTensorHandle(pinned->tensor);
     return absl::OkStatus();
   });
@@ -325,7 +325,7 @@ dg_error* dg_tensor_clone(const dg_tensor* tensor, dg_tensor** out) noexcept {
 dg_error* dg_tensor_detach(const dg_tensor* tensor, dg_tensor** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     *out = NewTensorHandle(pinned->tensor.detach());
     return absl::OkStatus();
   });
@@ -344,7 +344,7 @@ dg_error* dg_tensor_layout(const dg_tensor* tensor, int64_t* shape, int64_t* str
                            size_t capacity, size_t* dim_count) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(dim_count, "dim_count"));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     const at::Tensor& t = pinned->tensor;
     const auto dims = static_cast<size_t>(t.dim());
     if (strides != nullptr && (t.layout() != at::kStrided || t.is_nested())) {
@@ -373,7 +373,7 @@ dg_str dg_tensor_device(const dg_tensor* tensor) noexcept {
 dg_error* dg_tensor_data(const dg_tensor* tensor, void** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     DG_RETURN_IF_ERROR(CheckPlain(pinned->tensor));
     *out = pinned->tensor.data_ptr();
     return absl::OkStatus();
@@ -386,7 +386,7 @@ bool dg_tensor_requires_grad(const dg_tensor* tensor) noexcept {
 
 dg_error* dg_tensor_require_grad(dg_tensor* tensor) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor));
+    DG_ASSIGN_OR_RETURN(const Pinned<TensorObject> pinned, Pin<TensorObject>(tensor, "tensor"));
     const at::Tensor& t = pinned->tensor;
     if (!t.is_leaf()) {
       return absl::FailedPreconditionError("the tensor was computed: only a leaf can require grad");

@@ -34,13 +34,14 @@ absl::StatusOr<OptionsOfCall> ToOptions(const dg_call_options* given) {
   OptionsOfCall of;
   of.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
   if (read.context != nullptr) {
-    DG_ASSIGN_OR_RETURN(Pinned<ContextObject> context, Pin<ContextObject>(read.context));
+    DG_ASSIGN_OR_RETURN(Pinned<ContextObject> context,
+                        Pin<ContextObject>(read.context, "dg_call_options.context"));
     of.context.emplace(std::move(context));
     of.options.context = &(*of.context)->context;
   }
   if (read.cancellation != nullptr) {
     DG_ASSIGN_OR_RETURN(const Pinned<CancellationObject> cancellation,
-                        Pin<CancellationObject>(read.cancellation));
+                        Pin<CancellationObject>(read.cancellation, "dg_call_options.cancellation"));
     of.options.cancellation = cancellation->cancellation;
   }
   return of;
@@ -76,7 +77,7 @@ absl::StatusOr<Prepared> Prepare(dg_worker* worker, dg_str to, dg_str function, 
 absl::StatusOr<Prepared> PrepareFunction(dg_worker* worker, dg_str to, dg_str function,
                                          const dg_message* request,
                                          const dg_call_options* options) {
-  DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message, Pin<MessageObject>(request));
+  DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message, Pin<MessageObject>(request, "request"));
   return Prepare(worker, to, function, message->message, options);
 }
 
@@ -236,7 +237,7 @@ void SharedWorker::Detach(const Part* part) {
 }
 
 void DestroyWorker(dg_worker* worker, absl::Duration bound) {
-  absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker);
+  absl::StatusOr<Pinned<WorkerObject>> pinned = Pin<WorkerObject>(worker, "worker");
   if (!pinned.ok() || (*pinned)->destroyed.exchange(true)) return;
   const std::shared_ptr<SharedWorker> shared = (*pinned)->shared;
   // After a close that timed out this does not wait once more.
@@ -270,7 +271,7 @@ void DestroyWorker(dg_worker* worker, absl::Duration bound) {
 }
 
 absl::StatusOr<SharedWorker::Use> UseWorker(const dg_worker* worker) {
-  DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
+  DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker, "worker"));
   return pinned->shared->Begin();
 }
 
@@ -347,7 +348,7 @@ dg_error* dg_worker_close(dg_worker* worker, int64_t timeout_ms) noexcept {
     DG_RETURN_IF_ERROR(CheckMayWait());
     std::shared_ptr<SharedWorker> shared;
     {
-      DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker));
+      DG_ASSIGN_OR_RETURN(const Pinned<WorkerObject> pinned, Pin<WorkerObject>(worker, "worker"));
       shared = pinned->shared;
     }
     BlockingScope blocking;
@@ -402,7 +403,8 @@ dg_error* dg_worker_call_each(dg_worker* worker, const dg_str* to, size_t to_cou
       names.push_back(std::move(name));
     }
     DG_ASSIGN_OR_RETURN(const std::string name, FromStr(function, "function"));
-    DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message, Pin<MessageObject>(request));
+    DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message,
+                        Pin<MessageObject>(request, "request"));
     DG_ASSIGN_OR_RETURN(const OptionsOfCall options, ToOptions(given));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     std::vector<absl::StatusOr<Message>> results =

@@ -65,7 +65,9 @@ absl::StatusOr<std::map<std::string, DevicePairs>> ToDeviceMaps(const dg_device_
   std::map<std::string, DevicePairs> maps;
   for (size_t i = 0; i < count; ++i) {
     const std::string what = absl::StrCat("device pair ", i);
-    if (pairs[i] == nullptr) return absl::InvalidArgumentError(absl::StrCat(what, " is NULL"));
+    if (pairs[i] == nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat("device_pairs[", i, "] is NULL"));
+    }
     DG_ASSIGN_OR_RETURN(
         const dg_device_pair pair,
         ReadOptions<dg_device_pair>(pairs[i], DG_DEVICE_PAIR_INIT, "dg_device_pair"));
