@@ -27,7 +27,9 @@ namespace distgrad {
 
 class LocalOptimizer;  // core/optim/local_optimizer.h
 
-// Every worker of the job has a part; that of one without parameters is an optimizer of none.
+// Every worker of the job has a part; that of one without parameters is an optimizer of none. Parts
+// on some of the workers only are not enough, since a step asks all workers: if it passed over one
+// that has no part, a part that was forgotten would never be trained, and nobody would hear of it.
 //
 // Thread-safe.
 class Optimizer {

@@ -10,7 +10,9 @@ use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path, sync::Arc};
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
 /// own parameters (there may be none), and one of them asks for a step.
 ///
-/// Every worker creates its part before the first step. The part lasts until
+/// Every worker creates its part before the first step. Parts on some of the workers only are not
+/// enough, since a step asks all workers: if it passed over one that has no part, a part that was
+/// forgotten would never be trained, and nobody would hear of it. The part lasts until
 /// [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
 ///
 /// ```compile_fail,E0505

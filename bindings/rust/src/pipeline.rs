@@ -184,7 +184,8 @@ impl Schedule {
         )?;
         Ok(Self::own(handle))
     }
-    /// ZB-H1: 1F1B with backward in two halves, the second of which fills what would be idle.
+    /// ZB-H1: 1F1B with backward in two halves, the second of which fills what would be idle. The
+    /// first stage's backward stays whole, as nobody waits for its first half.
     #[doc(alias = "dg_schedule_create_zero_bubble_h1")]
     pub fn zero_bubble_h1(stages: u64, micro_batches: u64) -> Result<Self> {
         Ok(Self::own(raw::schedule_create_zero_bubble_h1(stages, micro_batches)?))
@@ -373,8 +374,11 @@ fn count_of(count: Option<usize>) -> i64 {
 /// nor keep it with its history; nor write again to what it has returned, before the micro-batch's
 /// backward has come, or the evaluation is over.
 ///
-/// Forward and loss run in the modes of the thread that called [`train`](Pipeline::train)
-/// (autocast, inference mode), with the gradient mode that the step needs.
+/// Forward and loss run in torch's modes (autocast, inference mode) of the thread that called
+/// [`train`](Pipeline::train) or [`evaluate`](Pipeline::evaluate), but with the gradient mode that
+/// the step needs: on in `train`. [`step`](PipelineStage::step) and
+/// [`on_action`](PipelineStage::on_action) run in the modes of a new thread, without autocast and
+/// with gradient mode on.
 ///
 /// ```
 /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -437,9 +441,8 @@ impl PipelineStage {
         self
     }
     /// Sets what [`ActionKind::Step`] does, where a schedule has it: with the context of the step,
-    /// which has this stage's gradients.
-    /// It runs in the modes of a new thread, without autocast and with gradient mode on, whatever
-    /// the caller has; a step that writes to parameters itself needs a [`NoGrad`](crate::NoGrad).
+    /// which has this stage's gradients. A step that writes to parameters itself needs a
+    /// [`NoGrad`](crate::NoGrad), as gradient mode is on.
     pub fn step<F>(mut self, step: F) -> Self
     where
         F: FnMut(&Context<'_>) -> std::result::Result<(), BoxedError> + Send + 'static,
@@ -542,6 +545,11 @@ impl<'a> PipelineStagesOptions<'a> {
     /// it runs, fails the process group, and with it the step of the others. They go on with new
     /// groups, averagers and stages, from the last checkpoint. The worker has one rank of a schedule
     /// then. Default: no replicas.
+    ///
+    /// A step fails with `Code::FailedPrecondition`, which names worker and parameter (by its tied
+    /// name, or its dtype and shape), if it has a gradient for a parameter that the averager leaves
+    /// out, or for one of a worker that has no averager while another worker of the pipeline has
+    /// one: its replicas would drift apart. Frozen parameters need none.
     ///
     /// Each replica counts the same, however many rows its part of the batch has; so with losses
     /// that are means the replicas' parts have to be of one size for the mean of the whole batch.
@@ -759,9 +767,10 @@ impl<'w> Pipeline<'w> {
     /// deadline (`Code::DeadlineExceeded`) what each rank was doing. The first error ends the step
     /// on all ranks, and the context is good for [`release`](Context::release) only. Besides:
     /// `Code::FailedPrecondition` while another step runs on one of the stages, of this pipeline or
-    /// of another (of two that begin at one moment one runs); `Code::NotFound` for a stage that its
-    /// worker does not have; `Code::Unavailable` if a worker is lost; `Code::Cancelled` by the end of
-    /// stages or of this worker.
+    /// of another (of two that begin at one moment one runs), and for a gradient that replicas do
+    /// not average ([`PipelineStagesOptions::averager`]); `Code::NotFound` for a stage that its
+    /// worker does not have; `Code::Unavailable` if a worker is lost; `Code::Cancelled` by the end
+    /// of stages or of this worker.
     ///
     /// Where the schedule has steps of the optimizer ([`ActionKind::Step`]), no stage begins its own
     /// any more once this has returned an error, and one that was in it has ended; the error says

@@ -5,11 +5,11 @@
  * reasons.
  *
  *   Handles    are opaque, and checked at each use. NULL, a handle of another kind and a destroyed
- *              one give DG_INVALID_ARGUMENT; a function that returns no error then returns the
- *              value that its comment names, or else 0, false or an empty string. Handles are not
- *              addresses: never dereference one. A function that stores a handle in a `T **out`
- *              parameter makes the caller its owner, who destroys it with one dg_T_destroy; that
- *              accepts NULL and cannot fail.
+ *              one give DG_INVALID_ARGUMENT with the name of the parameter; a function that returns
+ *              no error then returns the value that its comment names, or else 0, false or an empty
+ *              string. Handles are not addresses: never dereference one. A function that stores a
+ *              handle in a `T **out` parameter makes the caller its owner, who destroys it with one
+ *              dg_T_destroy; that accepts NULL and cannot fail.
  *              That ends what the handle stands for, but for the parts that other workers use by
  *              name and that hold nothing but tensors (dg_optimizer, dg_checkpoint_part): these
  *              last until their _remove, or as long as the worker.
@@ -1021,7 +1021,9 @@ DG_API DG_MUST_USE dg_error* dg_worker_sum_gradients(dg_worker* worker,
 /* -------------------------------------------------------------------------------- Optimizers */
 
 /* This worker's part of an optimizer that all workers of the job share under a name: each gives
- * its own parameters (there may be none), and one of them asks for a step. */
+ * its own parameters (there may be none), and one of them asks for a step. Parts on some of the
+ * workers only are not enough, since a step asks all workers: if it passed over one that has no
+ * part, a part that was forgotten would never be trained, and nobody would hear of it. */
 typedef struct dg_optimizer dg_optimizer;
 
 /* Unlike elsewhere, 0 is not the default in these: start from the INIT macros, which have the
@@ -1480,7 +1482,8 @@ DG_API DG_MUST_USE dg_error* dg_schedule_create_one_forward_one_backward(
 DG_API DG_MUST_USE dg_error* dg_schedule_create_interleaved_one_forward_one_backward(
     uint64_t ranks, uint64_t stages_per_rank, uint64_t micro_batches,
     dg_schedule** out) DG_NOEXCEPT;
-/* ZB-H1: 1F1B with backward in two halves, the second of which fills what would be idle. */
+/* ZB-H1: 1F1B with backward in two halves, the second of which fills what would be idle. The first
+ * stage's backward stays whole, as nobody waits for its first half. */
 DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages,
                                                                uint64_t micro_batches,
                                                                dg_schedule** out) DG_NOEXCEPT;
@@ -1526,9 +1529,14 @@ typedef struct dg_stage_span {
 } dg_stage_span;
 
 /* What a stage computes. Its functions run on a thread of the library, "dg-stage-N", for each rank
- * of a schedule; of one stage one at a time. They are called with the gradient mode that the step
- * needs. They may wait and make calls, as a handler may. An error that they return, which the
- * library takes, ends the step: it keeps its code, and names stage, micro-batch and worker.
+ * of a schedule; of one stage one at a time. They may wait and make calls, as a handler may. An
+ * error that they return, which the library takes, ends the step: it keeps its code, and names
+ * stage, micro-batch and worker.
+ *
+ * Forward and loss run in torch's modes (autocast, inference mode) of the thread that called
+ * dg_pipeline_train or dg_pipeline_evaluate, but with the gradient mode that the step needs: on in
+ * dg_pipeline_train. Step and on_action run in the modes of a new thread, without autocast and with
+ * gradient mode on: a step that writes to parameters itself turns it off (dg_grad_set_enabled).
  *
  * The tensors that they get come without history, and the graph is the stage's own; it ends with
  * the micro-batch. So a stage must not write to what it is given, nor keep it with its history; nor
@@ -1597,6 +1605,11 @@ typedef struct dg_pipeline_stages_options {
    * the process group, and with it the step of the others. They go on with new groups, averagers
    * and stages, from the last checkpoint. The worker has one rank of a schedule then. NULL: no
    * replicas.
+   *
+   * A step fails with DG_FAILED_PRECONDITION, and names worker and parameter (by its tied name, or
+   * its dtype and shape), if it has a gradient for a parameter that the averager leaves out, or for
+   * one of a worker that has no averager while another worker of the pipeline has one: its replicas
+   * would drift apart. Frozen parameters need none.
    *
    * Each replica counts the same, however many rows its part of the batch has; so with losses that
    * are means the replicas' parts have to be of one size for the mean of the whole batch. Where
@@ -1673,8 +1686,9 @@ typedef struct dg_pipeline_run_options {
  * (DG_DEADLINE_EXCEEDED) what each rank was doing. The first error ends the step on all ranks, and
  * the context is good for dg_context_release only. Besides: DG_FAILED_PRECONDITION while another
  * step runs on one of the stages, of this pipeline or of another (of two that begin at one moment
- * one runs); DG_NOT_FOUND for a stage that its worker does not have; DG_UNAVAILABLE if a worker is
- * lost; DG_CANCELLED by the end of stages or of this worker.
+ * one runs), and for a gradient that replicas do not average (dg_pipeline_stages_options.averager);
+ * DG_NOT_FOUND for a stage that its worker does not have; DG_UNAVAILABLE if a worker is lost;
+ * DG_CANCELLED by the end of stages or of this worker.
  *
  * Where the schedule has steps of the optimizer (DG_ACTION_STEP), no stage begins its own any more
  * once this has returned an error, and one that was in it has ended; the error says which stages
@@ -1881,8 +1895,9 @@ typedef struct dg_gradient_averager_options {
 #define DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE UINT64_C(1)
 
 /* Creates an averager, with the same parameters and buffers on every rank but for their values,
- * which become those of rank 0. DG_INVALID_ARGUMENT, on every rank, names the first tensor that
- * differs. Keeps the group alive. Waits for all ranks. */
+ * which become those of rank 0. A parameter that does not require grad now (a frozen one) is left
+ * out of all averages, also if it is trained later. DG_INVALID_ARGUMENT, on every rank, names the
+ * first tensor that differs. Keeps the group alive. Waits for all ranks. */
 DG_API DG_MUST_USE dg_error* dg_gradient_averager_create(
     dg_process_group* group, const dg_tensor* const* parameters, size_t parameter_count,
     const dg_gradient_averager_options* options, dg_gradient_averager** out) DG_NOEXCEPT;

@@ -1356,6 +1356,7 @@ class Schedule {
     return Make(dg_schedule_create_interleaved_one_forward_one_backward, ranks, stages_per_rank,
                 micro_batches);
   }
+  // The first stage's backward stays whole.
   static Schedule ZeroBubbleH1(uint64_t stages, uint64_t micro_batches) {
     return Make(dg_schedule_create_zero_bubble_h1, stages, micro_batches);
   }
@@ -1422,7 +1423,8 @@ class Schedule {
   Handle<dg_schedule, dg_schedule_destroy> handle_;
 };
 
-// The functions of a stage. They may throw.
+// The functions of a stage. They may throw. Forward and loss run in torch's modes of the thread
+// that called Pipeline::Train, step and on_action in those of a new thread: see dg_pipeline_stage.
 struct PipelineStage {
   std::function<std::vector<Tensor>(const std::vector<Tensor>& inputs)> forward = nullptr;
   std::function<Tensor(const std::vector<Tensor>& outputs, const std::vector<Tensor>& targets)>
@@ -1437,6 +1439,8 @@ struct PipelineStage {
 };
 
 // The stages of a pipeline that a worker has, by their number, until its end or that of the worker.
+// With an averager in the options, a step fails with DG_FAILED_PRECONDITION for a gradient of a
+// parameter that it leaves out; frozen parameters need none.
 class PipelineStages {
  public:
   PipelineStages(Worker& worker, std::string_view name, std::map<uint64_t, PipelineStage> stages,
@@ -1718,6 +1722,7 @@ class ProcessGroup {
 
 class GradientAverager {
  public:
+  // Parameters that do not require grad now are left out of all averages.
   GradientAverager(
       ProcessGroup& group, const std::vector<Tensor>& parameters,
       const dg_gradient_averager_options& options = DG_GRADIENT_AVERAGER_OPTIONS_INIT) {
