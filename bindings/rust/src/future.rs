@@ -49,8 +49,12 @@ use sealed::{Done, Outcome};
 
 /// The outcome of work in flight: a `T`, or an error.
 ///
-/// It can be awaited on any executor (tokio's and smol's are tested), waited for, or polled. Work
-/// ends at its deadline at the latest, so no wait is for ever.
+/// It can be awaited, waited for, or polled. Work ends at its deadline at the latest, so no wait is
+/// for ever.
+///
+/// Any executor will do, for a future wakes its task by the waker that it is polled with, and needs
+/// neither a thread nor a timer of the executor's. The tests await futures on tokio and on smol, and
+/// not on async-std, which its authors have given up for smol.
 ///
 /// Dropping it neither cancels the work nor waits for it. But once it is being awaited, it is as
 /// other futures are: when the task that awaits it is dropped, by a timeout for instance, the work is

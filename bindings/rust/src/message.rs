@@ -38,8 +38,8 @@ impl Message {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
     }
 
-    /// Creates a message without payload and tensors. Of `Message::new("", [])` the compiler could
-    /// not tell of what type the tensors are not.
+    /// Creates a message that has neither payload nor tensors. `Message::new("", [])` would be the
+    /// same, but does not compile without the type of its elements, which no element tells.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
