@@ -35,6 +35,7 @@ LICENCES = {
     "libcli11-dev": "BSD-3-Clause",
     "libnop-dev": "Apache-2.0",
     "libtensorpipe-dev": "BSD-3-Clause",
+    "libuv1-dev": "MIT",
     "markdown-it-py": "MIT",
     "markupsafe": "BSD-3-Clause",
     "mdit-py-plugins": "MIT",

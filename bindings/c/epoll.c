@@ -4,42 +4,7 @@
 #include <sys/epoll.h>
 #include <sys/timerfd.h>
 
-#include "sample.h"
-
-enum { CALLS = 20, LATEST = 10 };
-
-/* Answers with the square of the number that it gets. */
-static dg_error* square(void* user_data, const dg_request* request, dg_message** reply) {
-  (void)user_data;
-  int number = 0;
-  const dg_str payload = dg_message_payload(request->message);
-  if (payload.size != sizeof(number)) {
-    return dg_error_create(DG_INVALID_ARGUMENT, DG_STR("the payload is to be one int"));
-  }
-  memcpy(&number, payload.data, sizeof(number));
-  number *= number;
-  return dg_message_create(&number, sizeof(number), NULL, 0, reply);
-}
-
-static dg_future* call(dg_worker* worker, int number) {
-  dg_message* request = NULL;
-  dg_future* future = NULL;
-  must(dg_message_create(&number, sizeof(number), NULL, 0, &request));
-  must(dg_worker_call_async(worker, DG_STR("back"), DG_STR("square"), request, NULL, &future));
-  dg_message_destroy(request);
-  return future;
-}
-
-/* The result of a future that is done. Destroys it. */
-static int answer(dg_future* future) {
-  dg_message* reply = NULL;
-  int number = 0;
-  must(dg_future_result(future, &reply));
-  memcpy(&number, dg_message_payload(reply).data, sizeof(number));
-  dg_message_destroy(reply);
-  dg_future_destroy(future);
-  return number;
-}
+#include "squares.h"
 
 static void add(int loop, int descriptor) {
   struct epoll_event event = {0};
@@ -91,16 +56,4 @@ static int run_loop(dg_worker* worker) {
   return sum;
 }
 
-int main(void) {
-  job self = start();
-  must(dg_worker_register(self.worker, DG_STR("square"), square, NULL, NULL));
-  must(dg_worker_barrier(self.worker, 60000, 0)); /* both have registered */
-  if (self.rank == 0) {
-    int expected = 0;
-    for (int i = 0; i < CALLS; ++i) expected += i * i;
-    const int sum = run_loop(self.worker);
-    printf("the squares add up to %d\n", sum);
-    return finish(&self) != 0 || sum != expected;
-  }
-  return finish(&self);
-}
+int main(void) { return add_squares(run_loop); }

@@ -16,8 +16,8 @@
 set -euo pipefail
 shopt -s nullglob
 kind=$1 package=$2 version=$3 sha256=$4 path=$5 etc=${6:-/etc/apt}
-# Some weeks after Debian 12 was released.
-day=20230815T000000Z
+# Some weeks after the point release 12.6, which has the newest of them.
+day=20240801T000000Z
 
 die() { echo "Debian $kind package $package $version: $*" >&2; exit 1; }
 sum_of() { sha256sum "$1" | cut -d' ' -f1; }

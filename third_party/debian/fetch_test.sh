@@ -56,9 +56,9 @@ refused "a package that mirrors have dropped" five "tried file:$here/nothing fil
   "set DISTGRAD_DEBIAN_ARCHIVE to an archive that has $place"
 DISTGRAD_DEBIAN_ARCHIVE="file:$here/nothing file:$here/elsewhere" expect "an archive that is named" five
 sed -i "1i # file://$here/old/archive/debian/20250520T000000Z" etc/sources.list.d/debian.sources
-refused "an archive that lacks it, too" six "file://$here/old/archive/debian/20230815T000000Z, and by apt"
+refused "an archive that lacks it, too" six "file://$here/old/archive/debian/20240801T000000Z, and by apt"
 mkdir -p old/archive/debian
-mv elsewhere old/archive/debian/20230815T000000Z
+mv elsewhere old/archive/debian/20240801T000000Z
 expect "the snapshot that apt's sources name in a comment" six
 
 # Another file in its place is not taken.
