@@ -178,6 +178,9 @@ absl::Status Socket::StartTls(const Handshake& handshake,
     const absl::Status established = tls_->Establish();
     // The other end is told why.
     const absl::Status sent = SendTlsOutput(deadline);
+    if (absl::IsUnavailable(established) && certificates != nullptr) {
+      return absl::PermissionDeniedError(established.message());
+    }
     DG_RETURN_IF_ERROR(established);
     DG_RETURN_IF_ERROR(sent);
     if (tls_->established()) return absl::OkStatus();

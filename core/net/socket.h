@@ -61,7 +61,11 @@ class Socket {
   // change; kInvalidArgument if the host is not of this machine.
   static absl::StatusOr<Socket> Listen(const std::string& host, uint16_t port);
 
-  // Encrypts all that follows, once the other end does so too. The handshake is done.
+  // Encrypts all that follows, once the other end does so too. The handshake is done. By
+  // certificates kUnauthenticated if the other end refuses this one's, kPermissionDenied if what it
+  // says is not what one that is accepted here says: its own is refused, it does not use any, or it
+  // has not shaken hands. kUnavailable if the connection ends meanwhile, which says nothing of
+  // either; and without certificates for what arrives changed, too.
   absl::Status StartTls(const Handshake& handshake,
                         const std::shared_ptr<Certificates>& certificates, Deadline deadline);
 

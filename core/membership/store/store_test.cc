@@ -1139,6 +1139,62 @@ TEST(TcpStoreTest, AClientWhoseCertificateIsRefusedHearsWhyAtOnce) {
   EXPECT_TRUE(NewTcpStore(options).ok());
 }
 
+// Begins TLS with each client and then closes the connection, as a server does that is ended, or
+// that gives the place to another.
+class EndsInTls {
+ public:
+  EndsInTls() : thread_([this] { Run(); }) {}
+  ~EndsInTls() {
+    shutdown(listener_.fd(), SHUT_RDWR);
+    thread_.join();
+  }
+  uint16_t port() const { return listener_.LocalPort().value(); }
+  // How many times it has done so.
+  int count() const { return count_; }
+
+ private:
+  void Run() {
+    for (;;) {
+      pollfd entry = {listener_.fd(), POLLIN, 0};
+      poll(&entry, 1, -1);
+      Socket client(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!client.valid()) return;
+      Handshake handshake =
+          Handshake::Create(Handshake::Role::kServer, "", kStoreToken, /*certificates=*/true)
+              .value();
+      absl::Status status;
+      while (status.ok() && !handshake.done()) {
+        std::string bytes(handshake.wanted(), '\0');
+        status = client.Receive(bytes.data(), bytes.size(), Later());
+        if (status.ok()) status = handshake.Receive(bytes);
+        if (status.ok()) status = client.Send(handshake.TakeOutput(), Later());
+      }
+      char first;
+      if (status.ok()) status = client.Receive(&first, 1, Later());
+      if (status.ok()) ++count_;
+    }
+  }
+
+  const Socket listener_ = Socket::Listen("127.0.0.1", 0).value();
+  std::atomic<int> count_{0};
+  std::thread thread_;
+};
+
+// Nobody has said that there is anything against the client: so it tries to the end of its time,
+// which is longer than it takes to believe a refusal.
+TEST(TcpStoreTest, AConnectionThatEndsInTlsIsNoRefusal) {
+  TestAuthority authority(NewFolder());
+  const EndsInTls server;
+  TcpStoreOptions options;
+  options.certificates =
+      Certificates::Load(authority.Issue("client", {.names = "DNS:job"})).value();
+  options.port = server.port();
+  options.deadline = absl::Now() + absl::Seconds(3);
+  const absl::Status status = NewTcpStore(options).status();
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_GT(server.count(), 0);
+}
+
 TEST(TcpStoreTest, StrangersToCertificatesDoNotGetIn) {
   const std::string folder = std::getenv("TEST_TMPDIR");
   TestAuthority authority(folder + "/job");

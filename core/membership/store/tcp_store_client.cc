@@ -71,11 +71,9 @@ absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key,
     DG_RETURN_IF_ERROR(handshake.Receive(bytes));
   }
   if (cluster_key.empty() && certificates == nullptr) return absl::OkStatus();
-  const absl::Status started = socket.StartTls(handshake, certificates, deadline);
-  if (absl::IsUnavailable(started) && certificates != nullptr) {
-    return absl::PermissionDeniedError(started.message());
-  }
-  return Annotate(started, "encrypting");
+  // A connection that ends meanwhile is no refusal: a server is ended and started anew, or makes
+  // room for another client, without a word.
+  return Annotate(socket.StartTls(handshake, certificates, deadline), "encrypting");
 }
 
 }  // namespace
