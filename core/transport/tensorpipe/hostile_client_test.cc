@@ -451,6 +451,30 @@ TEST_F(HostileClientTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescripto
   EXPECT_TRUE(absl::IsUnavailable(half.Receive(stranger.AwaitEnd())));
 }
 
+// One that has taken a step just now is no stranger who holds a descriptor: who comes then waits
+// until there is one.
+TEST_F(HostileClientTest, WhoGoesOnWithItsHandshakeStaysWhereThereAreNoDescriptors) {
+  TensorPipeOptions options = WithKey(kKey);
+  options.handshake_timeout = absl::Hours(100);  // of which each has some, though others wait
+  Start(options);
+  const Token token = EndpointOf(address_).token;
+  RawSocket honest(address_, Family::kTcp), client(Family::kTcp);
+  Handshake handshake = Handshake::Create(Handshake::Role::kClient, kKey, token).value();
+  const auto take_step = [&] {
+    honest.Send(handshake.TakeOutput());
+    const absl::Status taken = handshake.Receive(honest.Receive(handshake.wanted()));
+    EXPECT_TRUE(taken.ok()) << taken;
+  };
+  take_step();
+  {
+    const NoMoreDescriptors full;
+    client.Connect(address_);
+    take_step();
+    EXPECT_TRUE(handshake.done());
+  }
+  ShakeHands(client, kKey, token);
+}
+
 // docs/security.md says what they cost, of whom there may be hundreds.
 TEST_F(HostileClientTest, AClientInItsHandshakeCostsLessThanAKilobyte) {
   TensorPipeOptions options = WithKey(kKey);

@@ -131,24 +131,33 @@ bool SocketListener::FreeSlot(const Acceptor& acceptor) {
   if (clients_.size() < std::max<size_t>(options_.max_unauthenticated, 1)) return true;
   if (!IsReadable(acceptor.fd.get())) return false;
   absl::Duration left = kUnreadDelay;
+  if (Evict(absl::UnavailableError("others wait too"), &left)) return true;
+  ResumeAfter(left);
+  return false;
+}
+
+bool SocketListener::Evict(const absl::Status& why, absl::Duration* left) {
   for (auto client = clients_.begin(); client != clients_.end(); ++client) {
     const absl::Duration grace =
         client->step + options_.handshake_timeout / kGracePart - Loop::Now();
     if (grace > absl::ZeroDuration()) {
-      left = grace;
+      *left = grace;
       break;
     }
     // It may have said it long ago: where many come at once their signatures take longer than that.
     if (IsReadable(client->fd.get())) continue;
-    MakeRoom(client, absl::UnavailableError("others wait too"));
+    MakeRoom(client, why);
     return true;
   }
-  if (std::exchange(full_, true)) return false;
-  loop_->After(left, [watch = weak_from_this()] {
+  return false;
+}
+
+void SocketListener::ResumeAfter(absl::Duration delay) {
+  if (std::exchange(full_, true)) return;
+  loop_->After(delay, [watch = weak_from_this()] {
     const auto self = watch.lock();
     if (self != nullptr) self->strand_.Run([self] { self->Resume(); });
   });
-  return false;
 }
 
 void SocketListener::Resume() {
@@ -169,24 +178,14 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
     if (error == EAGAIN) return;
     if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
       if (!IsReadable(acceptor.fd.get())) return;
-      // The client that has been silent for longest is evicted; if there is none, a descriptor
-      // has to become free first.
       if (IsWorthALine(++exhausted_)) {
         DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
                         << " times so far)";
       }
-      if (!clients_.empty()) {
-        MakeRoom(clients_.begin(), absl::UnavailableError("no file descriptors are left"));
-        continue;
-      }
-      loop_->After(kExhaustedDelay, [watch = weak_from_this(), &acceptor] {
-        const auto self = watch.lock();
-        if (self == nullptr) return;
-        self->strand_.Run([self, &acceptor] {
-          if (!self->closed_) self->AcceptClients(acceptor);
-        });
-      });
-      return;
+      absl::Duration left = kExhaustedDelay;
+      if (Evict(absl::UnavailableError("no file descriptors are left"), &left)) continue;
+      // One may become free at any time, anywhere in the process.
+      return ResumeAfter(std::min(left, kExhaustedDelay));
     }
     // ECONNABORTED and the like concern one connection, which is gone already.
   }

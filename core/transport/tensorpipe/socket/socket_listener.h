@@ -68,10 +68,13 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // What is private runs on strand_ only, but for Listen's own calls.
   absl::Status OpenAcceptor(Acceptor* acceptor, absl::StatusOr<Fd> fd, bool is_unix);
   void AcceptClients(Acceptor& acceptor);
-  // Whether there is a slot for one more client: where one waits another is evicted for it, if that
-  // is no loss, of those who are silent the one whose last step is the oldest.
+  // Whether there is a slot for one more client: where one waits another is evicted for it.
   bool FreeSlot(const Acceptor& acceptor);
-  // Takes clients again after there was no slot.
+  // Evicts, of the clients who are silent, the one whose last step is the oldest. Returns false if
+  // there is none, or all have taken one just now; `*left` then becomes how long that is so.
+  bool Evict(const absl::Status& why, absl::Duration* left);
+  // Takes clients again after there was no slot, or no descriptor: when one of them goes, or then.
+  void ResumeAfter(absl::Duration delay);
   void Resume();
   void AddClient(Fd fd, bool is_unix);
   void ShakeHands(Clients::iterator client);
@@ -98,7 +101,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   RefusalLog refusals_{"this worker"};
   uint64_t other_users_ = 0;  // refused
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
-  bool full_ = false;         // clients that connect wait in the kernel's queue
+  bool full_ = false;         // clients that connect wait in the kernel's queue: ResumeAfter()
   Acceptor tcp_, unix_;
   Clients clients_;  // by their last steps
   std::deque<std::shared_ptr<SocketConnection>> ready_;
