@@ -127,7 +127,11 @@ bool TestService::HasLost(WorkerRank peer) const {
 
 TestAgent::TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerRank rank,
                      uint64_t incarnation, const AgentOptions& options)
-    : transport(NewInprocTransport(std::move(network))),
+    : TestAgent(clock, NewInprocTransport(std::move(network)), rank, incarnation, options) {}
+
+TestAgent::TestAgent(Clock* clock, std::unique_ptr<Transport> the_transport, WorkerRank rank,
+                     uint64_t incarnation, const AgentOptions& options)
+    : transport(std::move(the_transport)),
       agent(std::make_shared<Agent>(clock, transport.get(), &service, options)) {
   info.rank = rank;
   info.name = std::string(1, static_cast<char>('a' + rank));

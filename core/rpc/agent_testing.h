@@ -73,6 +73,9 @@ class TestService : public AgentService {
 struct TestAgent {
   TestAgent(Clock* clock, std::shared_ptr<InprocNetwork> network, WorkerRank rank,
             uint64_t incarnation, const AgentOptions& options = {});
+  // On another transport than that within the process.
+  TestAgent(Clock* clock, std::unique_ptr<Transport> transport, WorkerRank rank,
+            uint64_t incarnation, const AgentOptions& options = {});
   ~TestAgent();
 
   Future<std::string> Call(WorkerRank to, const std::string& function, const std::string& body = "",

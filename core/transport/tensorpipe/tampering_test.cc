@@ -1,5 +1,7 @@
 // What an attacker between two workers sees, and what happens when it changes that.
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -10,7 +12,9 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "core/base/deadline.h"
 #include "core/net/certificates.h"
 #include "core/net/endpoint.h"
@@ -65,10 +69,9 @@ class Pair {
     server_.reset();
   }
 
+  void Send(Packet packet) { connection_->Send(std::move(packet), nullptr); }
   void SendAll() {
-    for (int i = 0; i < kPackets; ++i) {
-      connection_->Send(PatternPacket(i, kBytes, kSegments), nullptr);
-    }
+    for (int i = 0; i < kPackets; ++i) Send(PatternPacket(i, kBytes, kSegments));
   }
   // What has come, at either end, is what was sent: the first packets, each as it was.
   void ExpectPrefix() const {
@@ -89,8 +92,11 @@ class Pair {
         : connection_(std::move(connection)), log_(std::move(log)) {}
     void OnPacket(Packet packet) override {
       const size_t i = log_->count();
+      const std::string bytes = packet.bytes;
+      std::vector<size_t> segments;
+      for (const Segment& segment : packet.segments) segments.push_back(segment.size);
       log_->OnPacket(std::move(packet));
-      connection_->Send(PatternPacket(i, kBytes, kSegments), nullptr);
+      connection_->Send(PatternPacket(i, bytes, segments), nullptr);
     }
     // Its end is no concern of this test: one that is refused has had no other.
     void OnClosed(absl::Status) override { connection_ = nullptr; }
@@ -454,6 +460,99 @@ TEST(TamperingTest, WhatIsReorderedEndsTheConnection) {
     TamperEverywhere(options, 700, [](std::string* bytes, size_t i) {
       std::reverse(bytes->begin() + static_cast<ptrdiff_t>(i / 2), bytes->end());
     });
+  }
+}
+
+// Counts the bytes within TLS that go one way from Arm() on. In the record by which there are `at`
+// it changes a bit of the length: where the sender says no more than that it is the last one,
+// whichever records its bytes are in.
+class LastRecord {
+ public:
+  LastRecord(Way way, size_t at, int bit) : way_(way), at_(at), bit_(bit) {}
+
+  TcpProxy::Edit Edit() {
+    return [this](Way way, std::string bytes) { return way == way_ ? Pass(bytes) : bytes; };
+  }
+  void Arm() { armed_ = true; }
+  size_t inside() const { return inside_; }
+  void AwaitChange() { changed_.WaitForNotification(); }
+
+ private:
+  // What goes on is whole records.
+  std::string Pass(absl::string_view bytes) {
+    constexpr size_t kHead = 5, kTypeAndTag = 17;
+    const size_t clear = std::min(clear_, bytes.size());
+    clear_ -= clear;
+    std::string passed(bytes.substr(0, clear));
+    waiting_ += bytes.substr(clear);
+    while (waiting_.size() >= kHead) {
+      const size_t size =
+          kHead + 256 * static_cast<uint8_t>(waiting_[3]) + static_cast<uint8_t>(waiting_[4]);
+      if (waiting_.size() < size) break;
+      std::string record = waiting_.substr(0, size);
+      waiting_.erase(0, size);
+      if (armed_) inside_ += size - kHead - kTypeAndTag;
+      if (armed_ && inside_ == at_ && !changed_.HasBeenNotified()) {
+        record[4 - bit_ / 8] ^= static_cast<char>(1 << (bit_ % 8));
+        changed_.Notify();
+      }
+      passed += record;
+    }
+    return passed;
+  }
+
+  const Way way_;
+  const size_t at_;
+  const int bit_;
+  std::atomic<bool> armed_{false};
+  std::atomic<size_t> inside_{0};
+  absl::Notification changed_;
+  // On the proxy's thread.
+  size_t clear_ = kHelloBytes + kProofBytes;  // still to come before TLS
+  std::string waiting_;                       // for the rest of its record
+};
+
+// Behind it nothing comes of which the connection's end would show that it was changed, until
+// something does, as a heartbeat: one that has become longer is waited for.
+TEST(TamperingTest, AChangedLengthOfTheLastRecordDeliversNothing) {
+  const auto small = [](size_t i) { return PatternPacket(i, "a small call", {}); };
+  for (const TensorPipeOptions& options : Secured()) {
+    for (const Way way : {Way::kToServer, Way::kToClient}) {
+      const auto begin = [&](Pair& pair, LastRecord& record) {
+        pair.Send(small(0));
+        pair.at_client().AwaitPackets(1);
+        record.Arm();
+        pair.Send(small(1));
+      };
+      size_t size;
+      {
+        LastRecord watched(way, /*at=*/0, 0);
+        Pair pair(options, options, watched.Edit());
+        begin(pair, watched);
+        pair.at_client().AwaitPackets(2);
+        size = watched.inside();
+      }
+      for (int bit = 0; bit < 16; ++bit) {
+        SCOPED_TRACE(absl::StrCat("bit ", bit,
+                                  way == Way::kToServer ? " to the server" : " to the client",
+                                  options.certificates != nullptr ? ", certificates" : "",
+                                  options.cluster_key.empty() ? "" : ", a key"));
+        LastRecord record(way, size, bit);
+        Pair pair(options, options, record.Edit());
+        begin(pair, record);
+        record.AwaitChange();
+        // More than any record has.
+        pair.Send(PatternPacket(2, kBytes, {}));
+        const absl::Status why = pair.at_client().AwaitClosed();
+        EXPECT_TRUE(absl::IsUnavailable(why) || absl::IsAborted(why)) << why;
+        EXPECT_EQ(pair.at_client().count(), 1);
+        ExpectPattern(pair.at_client().packet(0), 0, "a small call", {});
+        // Else the server has had all of it, and what was sent after it, perhaps, too.
+        if (way == Way::kToServer) {
+          EXPECT_EQ(pair.at_server().count(), 1);
+        }
+      }
+    }
   }
 }
 
