@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -34,21 +36,31 @@ absl::StatusOr<std::string> RandomHex() {
   return absl::BytesToHexString(std::string(bytes.begin(), bytes.end()));
 }
 
-absl::StatusOr<std::string> HexHmac(absl::string_view key, absl::string_view text) {
-  DG_ASSIGN_OR_RETURN(const Digest digest, Hmac(key, text));
-  return absl::BytesToHexString(std::string(digest.begin(), digest.end()));
+absl::StatusOr<Digest> CheckOf(const std::string& key, absl::string_view salt) {
+  return Hmac(key, absl::StrCat("group key ", salt));
 }
 
-absl::StatusOr<std::string> CheckOf(const std::string& key, absl::string_view salt) {
+// The same as a word; of a key that there is not no rank's word is equal.
+absl::StatusOr<std::string> CheckWordOf(const std::string& key, absl::string_view salt) {
   if (key.empty()) return std::string("-");
-  return HexHmac(key, absl::StrCat("group key ", salt));
+  DG_ASSIGN_OR_RETURN(const Digest check, CheckOf(key, salt));
+  return absl::BytesToHexString(std::string(check.begin(), check.end()));
+}
+
+// Takes equally long for all words of that form.
+bool IsWordOf(const Digest& check, absl::string_view word) {
+  Digest given = {};
+  if (word.size() != 2 * given.size() || !absl::c_all_of(word, absl::ascii_isxdigit)) return false;
+  const std::string bytes = absl::HexStringToBytes(word);
+  std::copy(bytes.begin(), bytes.end(), given.begin());
+  return SameDigest(given, check);
 }
 
 absl::StatusOr<std::string> WhatIsHere(const ClusterKey& key) {
   if (key.empty()) return std::string(kOpen);
   DG_ASSIGN_OR_RETURN(const std::string salt, RandomHex());
-  DG_ASSIGN_OR_RETURN(const std::string used, CheckOf(key.used(), salt));
-  DG_ASSIGN_OR_RETURN(const std::string accepted, CheckOf(key.accepted(), salt));
+  DG_ASSIGN_OR_RETURN(const std::string used, CheckWordOf(key.used(), salt));
+  DG_ASSIGN_OR_RETURN(const std::string accepted, CheckWordOf(key.accepted(), salt));
   return absl::StrCat(kKeyed, " ", salt, " ", used, " ", accepted);
 }
 
@@ -112,9 +124,10 @@ absl::StatusOr<KeysOfRank> Parse(int rank, absl::string_view said, const Cluster
   const std::string* const own[] = {&key.used(), &key.accepted()};
   for (int i = 0; i < 2; ++i) {
     if (own[i]->empty()) continue;
-    DG_ASSIGN_OR_RETURN(const std::string check, CheckOf(*own[i], words[1]));
-    if (check == words[2]) keys.used = i;
-    keys.knows[i] = check == words[2] || check == words[3];
+    DG_ASSIGN_OR_RETURN(const Digest check, CheckOf(*own[i], words[1]));
+    const bool uses = IsWordOf(check, words[2]), accepts = IsWordOf(check, words[3]);
+    if (uses) keys.used = i;
+    keys.knows[i] = uses || accepts;
   }
   return keys;
 }
