@@ -226,17 +226,21 @@ int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   if (name == "unique_consecutive") {
     return PlaceTensorBytes(DimensionOf(args, 3, /*usual=*/std::nullopt));
   }
-  int64_t count = 0;
+  // For each of n tensors a view of n dimensions: its sizes and strides, and what autograd keeps of
+  // them to compute gradients and to make the view anew.
+  constexpr int64_t kBytesOfView = 96;
+  // What a product of neighbours costs, and where it is best divided.
+  constexpr int64_t kBytesOfProduct = 2 * sizeof(int64_t);
+  const int64_t length = args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
+  const auto square = [](int64_t count, int64_t bytes) {
+    return count <= 0 ? 0 : Times(count, Times(count, bytes));
+  };
   if (name == "combinations") {
-    count = args.size() > 1 ? IntOf(args[1]).value_or(0) : 0;
-  } else if (name == "meshgrid" || name == "cartesian_prod" || name == "linalg_multi_dot" ||
-             name == "chain_matmul") {
-    count = args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
+    return square(args.size() > 1 ? IntOf(args[1]).value_or(0) : 0, kBytesOfView);
   }
-  // A size and a stride; or what a product costs, and where it is best divided.
-  constexpr int64_t kBytesOfEach = 2 * sizeof(int64_t);
-  constexpr int64_t kMany = int64_t{1} << 29;
-  return count <= 0 ? 0 : std::min(count, kMany) * std::min(count, kMany) * kBytesOfEach;
+  if (name == "meshgrid" || name == "cartesian_prod") return square(length, kBytesOfView);
+  if (name == "linalg_multi_dot" || name == "chain_matmul") return square(length, kBytesOfProduct);
+  return 0;
 }
 
 ShownTensors CountShown(absl::Span<const c10::IValue> args) {

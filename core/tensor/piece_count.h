@@ -26,12 +26,12 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 
 // The bytes of the lists that an operator makes beside elements. Some grow with the square of the
 // number n of tensors, though each has but one element: the sizes and strides of the n views of n
-// dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it; and the costs of
-// all products of neighbours of `linalg_multi_dot` and `chain_matmul`. `topk` and `mode` make one,
-// on each thread, of the elements of a dimension. `unique_dim` and its kin make a tensor for each
-// place in a dimension, of which there may be more than tensors in a message. 0 for all other
-// operators, for tensors of CUDA, whose operators do without these lists, and for arguments that
-// these do not take.
+// dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it, with what
+// autograd keeps of each; and the costs of all products of neighbours of `linalg_multi_dot` and
+// `chain_matmul`. `topk` and `mode` make one, on each thread, of the elements of a dimension.
+// `unique_dim` and its kin make a tensor for each place in a dimension, of which there may be more
+// than tensors in a message. 0 for all other operators, for tensors of CUDA, whose operators do
+// without these lists, and for arguments that these do not take.
 int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args);
 
 // What the strided tensors among the arguments show, those in lists of them too.
