@@ -1350,6 +1350,16 @@ TEST_P(HostileClientsTest, LoseTheirOwnConnections) {
         std::string("\0\xce\xf7\x85\x3c", 5), std::string(1 << 20, 'x')}) {
     EXPECT_EQ(Heard(store->port(), words), "");
   }
+  // Half a handshake, of one that then waits and one that breaks off with a reset.
+  const std::string hello =
+      Handshake::Create(Handshake::Role::kClient, key, kStoreToken)->TakeOutput();
+  Socket waits = Socket::Connect("127.0.0.1", store->port(), Later()).value();
+  Socket quitter = Socket::Connect("127.0.0.1", store->port(), Later()).value();
+  ASSERT_TRUE(waits.Send(hello.substr(0, 40), Later()).ok());
+  ASSERT_TRUE(quitter.Send(hello.substr(0, 40), Later()).ok());
+  const linger reset = {1, 0};
+  ASSERT_EQ(setsockopt(quitter.fd(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset)), 0);
+  quitter = Socket();
   // Friends, who say what is no request: huge lengths, unknown ones, text for numbers.
   const std::string length(8, '\xff');
   for (const std::string& words :

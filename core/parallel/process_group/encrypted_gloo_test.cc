@@ -580,12 +580,15 @@ TEST(EncryptedGlooTest, StrangersNeitherGetInNorDisturb) {
     char answer;
     EXPECT_TRUE(absl::IsUnavailable(socket.Receive(&answer, 1, deadline))) << words.substr(0, 8);
   }
-  Socket half = connect();
-  ASSERT_TRUE(half.Send(Handshake::Create(Handshake::Role::kClient, kKey, endpoint.token)
-                            ->TakeOutput()
-                            .substr(0, 40),
-                        deadline)
-                  .ok());
+  // Half a handshake, of one that then waits and one that breaks off with a reset.
+  const std::string hello =
+      Handshake::Create(Handshake::Role::kClient, kKey, endpoint.token)->TakeOutput();
+  Socket half = connect(), quitter = connect();
+  ASSERT_TRUE(half.Send(hello.substr(0, 40), deadline).ok());
+  ASSERT_TRUE(quitter.Send(hello.substr(0, 40), deadline).ok());
+  const linger reset = {1, 0};
+  ASSERT_EQ(setsockopt(quitter.fd(), SOL_SOCKET, SO_LINGER, &reset, sizeof(reset)), 0);
+  quitter = Socket();
   Socket wrong_key = connect(), wrong_token = connect();
   EXPECT_NE(ShakeHands(wrong_key, kOtherKey, endpoint.token), "welcome");
   EXPECT_NE(ShakeHands(wrong_token, kKey, Token{1}), "welcome");
