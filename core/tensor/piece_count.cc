@@ -164,6 +164,48 @@ void ForEachTensor(absl::Span<const c10::IValue> args, Visit visit) {
   }
 }
 
+// Of a Fourier transform of that length, beside elements: a length with a large prime factor is
+// computed by some longer ones.
+int64_t TransformBytes(int64_t length) {
+  constexpr int64_t kBytesOfEach = 128;
+  int64_t rest = std::max<int64_t>(length, 1);
+  for (const int64_t prime : {2, 3, 5, 7, 11, 13}) {
+    while (rest % prime == 0) rest /= prime;
+  }
+  return rest == 1 ? 0 : Times(length, kBytesOfEach);
+}
+
+// Of the longest transform among those that a tensor's sizes and a number, or numbers, that may be
+// given in their place can mean. That of a result without its redundant half is twice as long.
+int64_t TransformsBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
+  if (!args[0].isTensor() || !args[0].toTensor().defined()) return 0;
+  const at::Tensor& tensor = args[0].toTensor();
+  if (tensor.is_cuda()) return 0;
+  int64_t most = 0;
+  const auto count = [&most](int64_t length) { most = std::max(most, TransformBytes(length)); };
+  const bool doubles = absl::StartsWith(name, "fft_irfft") || absl::StartsWith(name, "fft_hfft");
+  for (const int64_t size : tensor.sizes()) {
+    count(size);
+    if (doubles) count(2 * (size - 1));
+  }
+  if (args.size() > 1 && args[1].isIntList()) {
+    for (const int64_t length : args[1].toIntVector()) count(length);
+  } else if (args.size() > 1) {
+    count(IntOf(args[1]).value_or(0));
+  }
+  return most;
+}
+
+// Of the text that an error of `meshgrid` makes of a tensor with more dimensions than it takes.
+int64_t TensorTextBytes(absl::Span<const c10::IValue> args) {
+  constexpr int64_t kBytesOfEach = 128;
+  int64_t most = 0;
+  ForEachTensor(args, [&most](const at::Tensor& tensor, size_t) {
+    if (tensor.dim() > 1) most = std::max(most, Times(tensor.numel(), kBytesOfEach));
+  });
+  return most;
+}
+
 // Whether it gives a tensor other sizes and strides in place, and writes to no element. `resize_`
 // and `resize_as_`, which libtorch marks as such too, may take more memory, and take a view in
 // which one element stands for many to have memory for each. piece_count_test.cc looks for others.
@@ -220,6 +262,7 @@ int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   name = name.substr(0, name.find('.'));
   if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
   if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
+  if (absl::StartsWith(name, "fft_")) return TransformsBytes(name, args);
   if (name == "unique_dim" || name == "unique_dim_consecutive") {
     return PlaceTensorBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
   }
@@ -238,7 +281,8 @@ int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   if (name == "combinations") {
     return square(args.size() > 1 ? IntOf(args[1]).value_or(0) : 0, kBytesOfView);
   }
-  if (name == "meshgrid" || name == "cartesian_prod") return square(length, kBytesOfView);
+  if (name == "meshgrid") return std::max(square(length, kBytesOfView), TensorTextBytes(args));
+  if (name == "cartesian_prod") return square(length, kBytesOfView);
   if (name == "linalg_multi_dot" || name == "chain_matmul") return square(length, kBytesOfProduct);
   return 0;
 }

@@ -63,6 +63,29 @@ TEST(PieceCountTest, ListsAreOfTheProcessorAlone) {
       0);
 }
 
+// A length with a large prime factor takes other transforms on its way; those that have none do
+// not.
+TEST(PieceCountTest, TransformsOfOddLengthsCount) {
+  constexpr int64_t kPrime = 524287;
+  const at::Tensor view = View({kPrime + 1, 1});
+  EXPECT_EQ(CountListBytes("aten::fft_fft", Values{view}), 0);
+  EXPECT_EQ(CountListBytes("aten::fft_irfft", Values{view}), 2 * kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::fft_fft", Values{view, kPrime}), kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::fft_fft2", Values{view, std::vector<int64_t>{kPrime, 2}}),
+            kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::fft_fft", Values{OnGpu({kPrime})}), 0);
+  EXPECT_EQ(CountListBytes("aten::fft_fft", Values{at::Tensor()}), 0);
+}
+
+// Its error has a tensor with more than one dimension as a text.
+TEST(PieceCountTest, WhatMeshgridRefusesCountsAsText) {
+  const auto count = [](const at::Tensor& tensor) {
+    return CountListBytes("aten::meshgrid", Values{std::vector<at::Tensor>{tensor}});
+  };
+  EXPECT_EQ(count(View({1000, 2})), 2000 * 128);
+  EXPECT_LT(count(View({1000})), 1000);
+}
+
 TEST(PieceCountTest, WhatIsShownIsCountedInListsAndOutOfThem) {
   const at::Tensor two = at::ones({2});
   const ShownTensors none =
