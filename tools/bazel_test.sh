@@ -58,6 +58,8 @@ same "that of another system" "$PWD/cache/bazel-debian13-gcc13.1.0" "$(disk_cach
 mkdir -p old/bazel/cas
 same "one of before" "$PWD/old/bazel-debian13-gcc13.1.0" "$(disk_cache "$PWD/old" release "$PWD/gcc")"
 if [[ ! -d old/bazel-debian13-gcc13.1.0/cas ]]; then same "one of before" used "not used"; fi
+compiler 12.2.0
+if [[ -d $(disk_cache "$PWD/old" release "$PWD/gcc")/cas ]]; then same "that of another compiler beside it" "of its own" shared; fi
 
 # Ten files of 1 MB, used one day after the other, in a cache for 5 MB: four are left.
 mkdir -p disk/ac disk/cas

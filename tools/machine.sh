@@ -65,8 +65,8 @@ disk_cache() {
   folder=$1/bazel-$(system_name "$2")-$(basename "$3")$version
   if [[ ! -e $folder ]]; then
     mkdir -p "$1"
-    # One without a name of these was filled here, too.
-    if [[ -d $1/bazel ]]; then ln -sfn bazel "$folder"; else mkdir -p "$folder"; fi
+    # One without a name of these was filled here, too; whoever comes first goes on with it, alone.
+    if [[ -d $1/bazel && -z $(find "$1" -maxdepth 1 -lname bazel -print -quit) ]]; then ln -sfn bazel "$folder"; else mkdir -p "$folder"; fi
   fi
   echo "$folder"
 }

@@ -26,7 +26,7 @@ trait Executor: Sync {
     ) -> Pin<Box<dyn Future<Output = Option<()>> + Send + 'a>>;
 }
 
-struct Tokio(tokio::runtime::Runtime);
+struct Tokio(tokio::runtime::Handle);
 
 impl Executor for Tokio {
     fn run(&self, future: Boxed) {
@@ -78,7 +78,15 @@ impl Executor for Smol {
 fn on_each(test: impl Fn(&dyn Executor)) {
     let several =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
-    test(&Tokio(several.unwrap()));
+    let several = several.unwrap();
+    test(&Tokio(several.handle().clone()));
+    let one = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let handle = one.handle().clone();
+    let (end, ended) = smol::channel::bounded::<()>(1);
+    let thread = std::thread::spawn(move || drop(one.block_on(ended.recv())));
+    test(&Tokio(handle));
+    drop(end);
+    thread.join().unwrap();
     test(&Smol);
 }
 
