@@ -881,6 +881,7 @@ static void call(state* s) {
       dg_tensor_destroy(leaf);
       ran(s, dg_optimizer_clip_gradients(O, C, (double)(next(s) % 3) - 0.5, &norm));
       ran(s, dg_optimizer_set_learning_rate(O, (double)(next(s) % 3) - 0.5));
+      ran(s, dg_optimizer_set_workers(O, &name, next(s) % 2));
       ran(s, dg_optimizer_step(O, C));
       if (next(s) % 4 == 0) dg_optimizer_destroy(O);
       break;

@@ -142,6 +142,22 @@ dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str name,
   });
 }
 
+dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer, const dg_str* workers,
+                                   size_t worker_count) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckArray(workers, worker_count, "workers"));
+    std::vector<std::string> names;
+    for (size_t i = 0; i < worker_count; ++i) {
+      DG_ASSIGN_OR_RETURN(std::string name, FromStr(workers[i], "a worker"));
+      names.push_back(std::move(name));
+    }
+    DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
+                        Pin<OptimizerObject>(optimizer, "optimizer"));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    return pinned->optimizer->SetWorkers(std::move(names));
+  });
+}
+
 dg_error* dg_optimizer_step(dg_optimizer* optimizer, const dg_context* context) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());

@@ -211,6 +211,23 @@ static float step(dg_optimizer* optimizer, const dg_tensor* parameter) {
   return data_of(parameter)[0];
 }
 
+/* The worker "back" has no part, and x is 1. */
+static void test_parts_on_some_workers(dg_optimizer* mine, dg_tensor* x) {
+  const dg_str front_alone = DG_STR("front"), back_alone = DG_STR("back");
+  const dg_str twice[2] = {DG_STR("front"), DG_STR("front")};
+  const dg_str both[2] = {DG_STR("front"), DG_STR("back")};
+  SAYS(DG_INVALID_ARGUMENT, "lack 'front'", dg_optimizer_set_workers(mine, &back_alone, 1));
+  SAYS(DG_INVALID_ARGUMENT, "lack 'front'", dg_optimizer_set_workers(mine, NULL, 0));
+  SAYS(DG_INVALID_ARGUMENT, "'front' twice", dg_optimizer_set_workers(mine, twice, 2));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_set_workers(mine, NULL, 1));
+  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_set_workers(NULL, &front_alone, 1));
+  OK(dg_optimizer_set_workers(mine, &front_alone, 1));
+  OK(dg_optimizer_set_learning_rate(mine, 0));
+  CHECK(step(mine, x) == 1);
+  OK(dg_optimizer_set_workers(mine, both, 2));
+  SAYS(DG_NOT_FOUND, "back", dg_optimizer_set_learning_rate(mine, 1));
+}
+
 static void test_learning_rate(void) {
   const float one = 1;
   dg_tensor* x = floats(&one, 1, 1);
@@ -222,6 +239,7 @@ static void test_learning_rate(void) {
   OK(dg_tensor_require_grad(x));
   OK(dg_optimizer_create_sgd(front, DG_STR(""), parameters, 1, &options, &mine));
   SAYS(DG_NOT_FOUND, "back", dg_optimizer_set_learning_rate(mine, 1)); /* it has no part */
+  test_parts_on_some_workers(mine, x);
   OK(dg_optimizer_create_adam(back, DG_STR(""), NULL, 0, NULL, &theirs));
   /* Whichever part is asked. */
   OK(dg_optimizer_set_learning_rate(theirs, 0.25));

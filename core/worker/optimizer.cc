@@ -8,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <cmath>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -92,8 +93,14 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
   DG_RETURN_IF_ERROR(CheckMayAwaitStep());
   // There may be another one of that name by now.
   DG_RETURN_IF_ERROR(CheckIsThere());
+  std::vector<std::string> workers;
+  {
+    absl::MutexLock lock(&mu_);
+    workers = workers_;
+  }
+  if (workers.empty()) workers = worker_->names();
   std::vector<Future<Message>> calls;
-  for (const std::string& worker : worker_->names()) {
+  for (const std::string& worker : workers) {
     calls.push_back(worker_->CallAsync(worker, function, message, {.context = context}));
   }
   std::vector<Message> replies;
@@ -150,6 +157,24 @@ void Optimizer::Remove() {
   for (const absl::string_view function : {kNorms, kScale, kRate, kStep}) {
     worker_->UnregisterOwn(absl::StrCat(function, name_));
   }
+}
+
+absl::Status Optimizer::SetWorkers(std::vector<std::string> workers) {
+  std::set<absl::string_view> names;
+  for (const std::string& worker : workers) {
+    if (names.insert(worker).second) continue;
+    return absl::InvalidArgumentError(absl::StrCat("the workers of the optimizer '", name_,
+                                                   "' name '", worker,
+                                                   "' twice, whose part would step twice"));
+  }
+  if (!names.contains(worker_->name())) {
+    return absl::InvalidArgumentError(absl::StrCat("the workers of the optimizer '", name_,
+                                                   "' lack '", worker_->name(),
+                                                   "', which has a part of it: name it too"));
+  }
+  absl::MutexLock lock(&mu_);
+  workers_ = std::move(workers);
+  return absl::OkStatus();
 }
 
 absl::Status Optimizer::Step(const Context& context) {

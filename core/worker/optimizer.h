@@ -11,10 +11,12 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
 #include "core/checkpoint/safetensors.h"
 #include "core/optim/optimizer_state.h"  // IWYU pragma: export
 #include "core/worker/worker.h"
@@ -27,9 +29,9 @@ namespace distgrad {
 
 class LocalOptimizer;  // core/optim/local_optimizer.h
 
-// Every worker of the job has a part; that of one without parameters is an optimizer of none. Parts
-// on some of the workers only are not enough, since a step asks all workers: if it passed over one
-// that has no part, a part that was forgotten would never be trained, and nobody would hear of it.
+// Every worker of the job has a part; that of one without parameters is an optimizer of none. Where
+// only some workers have parts, SetWorkers() says which: a step does not pass over others by
+// itself, since a part that was forgotten would never be trained, and nobody would hear of it.
 //
 // Thread-safe.
 class Optimizer {
@@ -40,6 +42,12 @@ class Optimizer {
   static absl::StatusOr<std::unique_ptr<Optimizer>> Create(
       Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
       absl::string_view name = "");
+
+  // Names the workers that have parts, this one among them, for the steps, learning rates and clips
+  // that are asked for here, from the next one on; without it these are all workers of the job,
+  // also those that join later. kInvalidArgument, and nothing is changed, if a name is there twice,
+  // or this worker's is not.
+  absl::Status SetWorkers(std::vector<std::string> workers);
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. Returns
   // the first error, by worker; kNotFound for a worker that has no part. This and the methods below
@@ -94,6 +102,8 @@ class Optimizer {
   Worker* const worker_;
   const std::string name_;
   const std::shared_ptr<LocalOptimizer> local_;
+  absl::Mutex mu_;
+  std::vector<std::string> workers_ ABSL_GUARDED_BY(mu_);  // that have parts; empty: all
 };
 
 }  // namespace distgrad

@@ -334,6 +334,42 @@ TEST(OptimizerStepTest, ANormThatNoneCanHaveIsRefused) {
   }
 }
 
+TEST(OptimizerStepTest, PartsMayBeOnSomeWorkersOnly) {
+  Team team(kWorkers);
+  const at::Tensor x = Leaf({4}, 1), y = Leaf({4}, 2);
+  const at::Tensor x_before = x.detach().clone(), y_before = y.detach().clone();
+  const auto first = NewSgd(team[0], {x}), last = NewSgd(team[2], {y});
+  const Context context = team[0].NewContext();
+  const at::Tensor there =
+      team.Run(0, 2, context, [&](Tensors, Request&) { return Tensors{y.sum()}; }, {})[0];
+  ASSERT_EQ(context.Backward({x.sum() * 2 + there}), absl::OkStatus());
+  const absl::Status all = first->SetLearningRate(0.5);
+  EXPECT_TRUE(absl::IsNotFound(all)) << all;
+  EXPECT_NE(all.message().find(team[1].name()), std::string::npos) << all;
+  ASSERT_EQ(first->SetWorkers({team[0].name(), team[2].name()}), absl::OkStatus());
+  EXPECT_EQ(first->SetLearningRate(0.25), absl::OkStatus());
+  const absl::StatusOr<double> norm = first->ClipGradients(context, 100);
+  ASSERT_TRUE(norm.ok()) << norm.status();
+  EXPECT_NEAR(*norm, std::sqrt(4 * 4 + 4 * 1), 1e-5);
+  EXPECT_EQ(first->Step(context), absl::OkStatus());
+  EXPECT_TRUE(at::allclose(x.detach(), x_before - 0.5));
+  EXPECT_TRUE(at::allclose(y.detach(), y_before - 0.25));
+  // What one handle names, another does not.
+  EXPECT_TRUE(absl::IsNotFound(last->Step(context)));
+
+  for (const std::vector<std::string>& wrong : {std::vector<std::string>{},
+                                                {team[2].name()},
+                                                {team[0].name(), team[2].name(), team[0].name()}}) {
+    const absl::Status refused = first->SetWorkers(wrong);
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_NE(refused.message().find(team[0].name()), std::string::npos) << refused;
+  }
+  ASSERT_EQ(first->SetWorkers({team[0].name(), "nobody"}), absl::OkStatus());
+  const absl::Status unknown = first->Step(context);
+  EXPECT_TRUE(absl::IsNotFound(unknown)) << unknown;
+  EXPECT_NE(unknown.message().find("nobody"), std::string::npos) << unknown;
+}
+
 TEST(OptimizerStepTest, Errors) {
   Team team(2);
   const at::Tensor w = Leaf({2}, 1), v = Leaf({2}, 2);

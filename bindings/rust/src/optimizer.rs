@@ -10,10 +10,10 @@ use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path, sync::Arc};
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
 /// own parameters (there may be none), and one of them asks for a step.
 ///
-/// Every worker creates its part before the first step. Parts on some of the workers only are not
-/// enough, since a step asks all workers: if it passed over one that has no part, a part that was
-/// forgotten would never be trained, and nobody would hear of it. The part lasts until
-/// [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
+/// Every worker creates its part before the first step. Where only some workers have parts,
+/// [`set_workers`](Optimizer::set_workers) says which: a step does not pass over others by itself,
+/// since a part that was forgotten would never be trained, and nobody would hear of it. The part
+/// lasts until [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
 ///
 /// ```compile_fail,E0505
 /// # fn f(worker: distgrad::Worker, x: distgrad::Tensor) -> distgrad::Result<()> {
@@ -37,6 +37,24 @@ impl Optimizer<'_> {
     }
     pub(crate) fn handle(&self) -> OptimizerHandle {
         self.handle.get()
+    }
+
+    /// Names the workers that have parts, this one among them, for the steps, learning rates and
+    /// clips that are asked for here, from the next one on; without it these are all workers of the
+    /// job, also those that join later.
+    ///
+    /// `Code::InvalidArgument`, and nothing is changed, if a name is there twice, or this worker's is
+    /// not.
+    ///
+    /// ```
+    /// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor) -> distgrad::Result<()> {
+    /// let optimizer = distgrad::Sgd::new(0.1).create(worker, "head", [weight])?;
+    /// optimizer.set_workers(&["worker0", "worker2"]) // worker1 has no parameters, and no part
+    /// # }
+    /// ```
+    #[doc(alias = "dg_optimizer_set_workers")]
+    pub fn set_workers(&self, workers: &[&str]) -> Result<()> {
+        Ok(ffi::optimizer_set_workers(self.handle.get(), workers)?)
     }
 
     /// Steps the parts of all workers, each from its own gradients in the context. Waits for all.

@@ -1021,9 +1021,9 @@ DG_API DG_MUST_USE dg_error* dg_worker_sum_gradients(dg_worker* worker,
 /* -------------------------------------------------------------------------------- Optimizers */
 
 /* This worker's part of an optimizer that all workers of the job share under a name: each gives
- * its own parameters (there may be none), and one of them asks for a step. Parts on some of the
- * workers only are not enough, since a step asks all workers: if it passed over one that has no
- * part, a part that was forgotten would never be trained, and nobody would hear of it. */
+ * its own parameters (there may be none), and one of them asks for a step. Where only some workers
+ * have parts, dg_optimizer_set_workers says which: a step does not pass over others by itself,
+ * since a part that was forgotten would never be trained, and nobody would hear of it. */
 typedef struct dg_optimizer dg_optimizer;
 
 /* Unlike elsewhere, 0 is not the default in these: start from the INIT macros, which have the
@@ -1076,6 +1076,14 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str
                                                        size_t parameter_count,
                                                        const dg_adam_options* options,
                                                        dg_optimizer** out) DG_NOEXCEPT;
+
+/* Names the workers that have parts, this one among them, for the steps, learning rates and
+ * clips that are asked for by this handle, from the next one on; without it these are all
+ * workers of the job, also those that join later. DG_INVALID_ARGUMENT, and nothing is changed, if
+ * a name is there twice, or this worker's is not. */
+DG_API DG_MUST_USE dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer,
+                                                      const dg_str* workers,
+                                                      size_t worker_count) DG_NOEXCEPT;
 
 /* Steps the parts of all workers, each from its own gradients in the context. Waits for all.
  * Returns the first error, by rank; DG_NOT_FOUND for a worker that has no part. */

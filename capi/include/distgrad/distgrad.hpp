@@ -1088,6 +1088,12 @@ class Optimizer {
     optimizer.Create(dg_optimizer_create_adamw, worker, name, parameters, options);
     return optimizer;
   }
+  // Names the workers that have parts, this one among them; without it all have.
+  void SetWorkers(const std::vector<std::string>& workers) {
+    std::vector<dg_str> names;
+    for (const std::string& worker : workers) names.push_back(Str(worker));
+    Check(dg_optimizer_set_workers(get(), names.data(), names.size()));
+  }
   void Step(ContextRef context) { Check(dg_optimizer_step(get(), context.get())); }
   // Returns the norm before.
   double ClipGradients(ContextRef context, double max_norm) {

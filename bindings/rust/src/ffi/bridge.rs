@@ -411,6 +411,7 @@ pub(crate) mod raw {
             amsgrad: bool,
             decoupled: bool,
         ) -> Result<OptimizerHandle>;
+        fn optimizer_set_workers(optimizer: OptimizerHandle, workers: &[&str]) -> Result<()>;
         fn optimizer_step(optimizer: OptimizerHandle, context: ContextHandle) -> Result<()>;
         fn optimizer_clip_gradients(
             optimizer: OptimizerHandle,

@@ -366,6 +366,10 @@ rust::Vec<RawNamedTensor> optimizer_state(OptimizerHandle optimizer) {
       [=](auto visit, void* data) { return dg_optimizer_state(optimizer, visit, data); });
 }
 
+void optimizer_set_workers(OptimizerHandle optimizer, Texts workers) {
+  const std::vector<dg_str> names = ToStrs(workers);
+  dg::Check(dg_optimizer_set_workers(optimizer, names.data(), names.size()));
+}
 void optimizer_load_state(OptimizerHandle optimizer, Texts names, Tensors tensors) {
   const std::vector<dg_str> strs = ToStrs(names);
   dg::Check(dg_optimizer_load_state(optimizer, strs.data(), tensors.data(), tensors.size()));

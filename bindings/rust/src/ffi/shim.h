@@ -334,6 +334,7 @@ OptimizerHandle optimizer_create_sgd(WorkerHandle worker, rust::Str name, Tensor
 // `numbers`: learning rate, beta1, beta2, epsilon, weight decay.
 OptimizerHandle optimizer_create_adam(WorkerHandle worker, rust::Str name, Tensors parameters,
                                       std::array<double, 5> numbers, bool amsgrad, bool decoupled);
+void optimizer_set_workers(OptimizerHandle optimizer, Texts workers);
 inline void optimizer_step(OptimizerHandle optimizer, ContextHandle context) {
   dg::Check(dg_optimizer_step(optimizer, context));
 }
