@@ -167,7 +167,7 @@ absl::Status Optimizer::SetWorkers(std::vector<std::string> workers) {
                                                    "' name '", worker,
                                                    "' twice, whose part would step twice"));
   }
-  if (!names.contains(worker_->name())) {
+  if (names.count(worker_->name()) == 0) {
     return absl::InvalidArgumentError(absl::StrCat("the workers of the optimizer '", name_,
                                                    "' lack '", worker_->name(),
                                                    "', which has a part of it: name it too"));
