@@ -164,13 +164,13 @@ absl::StatusOr<CheckpointContents> ToContents(const dg_checkpoint_contents& give
   DG_ASSIGN_OR_RETURN(contents.tensors,
                       PinTensorMap(given.tensor_names, given.tensors, given.tensor_count, "tensors",
                                    "tensor_names"));
-  DG_RETURN_IF_ERROR(CheckArray(given.optimizer_names, given.optimizer_count, "optimizer_names"));
+  DG_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                      FromStrs(given.optimizer_names, given.optimizer_count, "optimizer_names"));
   DG_RETURN_IF_ERROR(CheckArray(given.optimizers, given.optimizer_count, "optimizers"));
   for (size_t i = 0; i < given.optimizer_count; ++i) {
-    DG_ASSIGN_OR_RETURN(std::string name, FromStr(given.optimizer_names[i], "an optimizer's name"));
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         PinElement<OptimizerObject>(given.optimizers, i, "optimizers"));
-    const auto [at, is_new] = contents.optimizers.emplace(std::move(name), pinned->optimizer);
+    const auto [at, is_new] = contents.optimizers.emplace(std::move(names[i]), pinned->optimizer);
     if (is_new) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("the name '", at->first, "' of an optimizer is there twice"));
@@ -244,10 +244,7 @@ absl::StatusOr<CheckpointManagerOptions> ToOptions(const dg_checkpoint_manager_o
       CheckFlags(read.flags, DG_CHECKPOINT_ALLOW_DROPPING, "dg_checkpoint_manager_options"));
   CheckpointManagerOptions options;
   DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
-  DG_RETURN_IF_ERROR(CheckArray(read.workers, read.worker_count, "workers"));
-  for (size_t i = 0; i < read.worker_count; ++i) {
-    DG_ASSIGN_OR_RETURN(options.workers.emplace_back(), FromStr(read.workers[i], "a worker"));
-  }
+  DG_ASSIGN_OR_RETURN(options.workers, FromStrs(read.workers, read.worker_count, "workers"));
   if (read.keep > INT_MAX) {
     return absl::InvalidArgumentError(
         absl::StrCat(read.keep, " checkpoints are to be kept, and at most ", INT_MAX, " are"));

@@ -28,7 +28,8 @@ absl::StatusOr<std::vector<c10::Device>> ToDevices(const dg_str* names, size_t c
   DG_RETURN_IF_ERROR(CheckArray(names, count, "devices"));
   std::vector<c10::Device> devices;
   for (size_t i = 0; i < count; ++i) {
-    DG_ASSIGN_OR_RETURN(const c10::Device device, ToDevice(names[i], absl::StrCat("device ", i)));
+    DG_ASSIGN_OR_RETURN(const c10::Device device,
+                        ToDevice(names[i], absl::StrCat("devices[", i, "]")));
     devices.push_back(device);
   }
   return devices;

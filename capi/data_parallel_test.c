@@ -227,7 +227,7 @@ static void test_misuse(void) {
   options.devices = &no_device;
   options.device_count = 1;
   check_error(dg_data_parallel_create(&parameter, 1, &options, forward, &self, end, &none),
-              DG_INVALID_ARGUMENT, "device 0", "abacus:1");
+              DG_INVALID_ARGUMENT, "devices[0]", "abacus:1");
   options.devices = cpus;
   options.buffer_count = 1;
   FAILS(DG_INVALID_ARGUMENT,

@@ -73,6 +73,16 @@ absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what) {
   return text.size == 0 ? std::string() : std::string(text.data, text.size);
 }
 
+absl::StatusOr<std::vector<std::string>> FromStrs(const dg_str* texts, size_t count,
+                                                  absl::string_view name) {
+  DG_RETURN_IF_ERROR(CheckArray(texts, count, name));
+  std::vector<std::string> all;
+  for (size_t i = 0; i < count; ++i) {
+    DG_ASSIGN_OR_RETURN(all.emplace_back(), FromStr(texts[i], absl::StrCat(name, "[", i, "]")));
+  }
+  return all;
+}
+
 absl::Status CheckOut(const void* out, absl::string_view name) {
   if (out != nullptr) return absl::OkStatus();
   return absl::InvalidArgumentError(

@@ -10,6 +10,7 @@
 #include <exception>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -67,6 +68,9 @@ inline dg_str ToStr(absl::string_view text) { return {text.data(), text.size()};
 absl::Status CheckArray(const void* data, size_t size, absl::string_view what);
 
 absl::StatusOr<std::string> FromStr(dg_str text, absl::string_view what);
+// `name` is that of the parameter or field: an error names the string with its index.
+absl::StatusOr<std::vector<std::string>> FromStrs(const dg_str* texts, size_t count,
+                                                  absl::string_view name);
 
 // `name` is that of the parameter.
 absl::Status CheckOut(const void* out, absl::string_view name = "out");

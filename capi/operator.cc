@@ -51,7 +51,7 @@ absl::StatusOr<c10::IValue> FromValue(const dg_value& value) {
     case DG_VALUE_COMPLEX:
       return c10::IValue(c10::complex<double>(value.as.complex.real, value.as.complex.imaginary));
     case DG_VALUE_STRING: {
-      DG_ASSIGN_OR_RETURN(std::string text, FromStr(value.as.string, "a string"));
+      DG_ASSIGN_OR_RETURN(std::string text, FromStr(value.as.string, "as.string"));
       return c10::IValue(std::move(text));
     }
     case DG_VALUE_TENSOR: {

@@ -145,12 +145,7 @@ dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str name,
 dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer, const dg_str* workers,
                                    size_t worker_count) noexcept {
   return Guard([&]() -> absl::Status {
-    DG_RETURN_IF_ERROR(CheckArray(workers, worker_count, "workers"));
-    std::vector<std::string> names;
-    for (size_t i = 0; i < worker_count; ++i) {
-      DG_ASSIGN_OR_RETURN(std::string name, FromStr(workers[i], "a worker"));
-      names.push_back(std::move(name));
-    }
+    DG_ASSIGN_OR_RETURN(std::vector<std::string> names, FromStrs(workers, worker_count, "workers"));
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
@@ -222,13 +217,12 @@ dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
                                   const dg_tensor* const* tensors, size_t count) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_RETURN_IF_ERROR(CheckArray(names, count, "names"));
+    DG_ASSIGN_OR_RETURN(std::vector<std::string> texts, FromStrs(names, count, "names"));
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> pinned_tensors,
                         PinTensors(tensors, count, /*allow_null=*/false, "tensors"));
     std::vector<StateTensor> state;
     for (size_t i = 0; i < count; ++i) {
-      DG_ASSIGN_OR_RETURN(std::string name, FromStr(names[i], "a name"));
-      state.push_back({std::move(name), pinned_tensors[i]});
+      state.push_back({std::move(texts[i]), pinned_tensors[i]});
     }
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));

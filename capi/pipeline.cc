@@ -632,11 +632,7 @@ dg_error* dg_pipeline_create(dg_worker* worker, dg_str name, const dg_schedule* 
     core_options.reduction = read.reduction == DG_REDUCTION_SUM ? PipelineOptions::Reduction::kSum
                                                                 : PipelineOptions::Reduction::kMean;
     DG_ASSIGN_OR_RETURN(core_options.name, FromStr(name, "name"));
-    DG_RETURN_IF_ERROR(CheckArray(workers, worker_count, "workers"));
-    for (size_t i = 0; i < worker_count; ++i) {
-      DG_ASSIGN_OR_RETURN(std::string of_rank, FromStr(workers[i], "a worker"));
-      core_options.workers.push_back(std::move(of_rank));
-    }
+    DG_ASSIGN_OR_RETURN(core_options.workers, FromStrs(workers, worker_count, "workers"));
     {
       DG_ASSIGN_OR_RETURN(const Pinned<ScheduleObject> pinned,
                           Pin<ScheduleObject>(schedule, "schedule"));

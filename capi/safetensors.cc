@@ -46,13 +46,12 @@ absl::StatusOr<std::map<std::string, std::string>> ToMetadata(const dg_entry* en
 absl::StatusOr<TensorMap> PinTensorMap(const dg_str* names, const dg_tensor* const* tensors,
                                        size_t count, absl::string_view of_tensors,
                                        absl::string_view of_names) {
-  DG_RETURN_IF_ERROR(CheckArray(names, count, of_names));
+  DG_ASSIGN_OR_RETURN(std::vector<std::string> texts, FromStrs(names, count, of_names));
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> pinned,
                       PinTensors(tensors, count, /*allow_null=*/false, of_tensors));
   TensorMap map;
   for (size_t i = 0; i < count; ++i) {
-    DG_ASSIGN_OR_RETURN(std::string name, FromStr(names[i], "a name"));
-    const auto [at, is_new] = map.emplace(std::move(name), std::move(pinned[i]));
+    const auto [at, is_new] = map.emplace(std::move(texts[i]), std::move(pinned[i]));
     if (is_new) continue;
     return absl::InvalidArgumentError(
         absl::StrCat("the name ", QuoteName(at->first), " is there twice"));

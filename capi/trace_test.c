@@ -216,10 +216,12 @@ static void test_parts_on_some_workers(dg_optimizer* mine, dg_tensor* x) {
   const dg_str front_alone = DG_STR("front"), back_alone = DG_STR("back");
   const dg_str twice[2] = {DG_STR("front"), DG_STR("front")};
   const dg_str both[2] = {DG_STR("front"), DG_STR("back")};
+  const dg_str no_text[2] = {DG_STR("front"), {NULL, 1}};
   SAYS(DG_INVALID_ARGUMENT, "lack 'front'", dg_optimizer_set_workers(mine, &back_alone, 1));
   SAYS(DG_INVALID_ARGUMENT, "lack 'front'", dg_optimizer_set_workers(mine, NULL, 0));
   SAYS(DG_INVALID_ARGUMENT, "'front' twice", dg_optimizer_set_workers(mine, twice, 2));
-  FAILS(DG_INVALID_ARGUMENT, dg_optimizer_set_workers(mine, NULL, 1));
+  SAYS(DG_INVALID_ARGUMENT, "workers", dg_optimizer_set_workers(mine, NULL, 1));
+  SAYS(DG_INVALID_ARGUMENT, "workers[1]", dg_optimizer_set_workers(mine, no_text, 2));
   FAILS(DG_INVALID_ARGUMENT, dg_optimizer_set_workers(NULL, &front_alone, 1));
   OK(dg_optimizer_set_workers(mine, &front_alone, 1));
   OK(dg_optimizer_set_learning_rate(mine, 0));

@@ -394,14 +394,9 @@ dg_error* dg_worker_call_each(dg_worker* worker, const dg_str* to, size_t to_cou
                               dg_message** replies, dg_error** errors) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_RETURN_IF_ERROR(CheckArray(to, to_count, "to"));
+    DG_ASSIGN_OR_RETURN(const std::vector<std::string> names, FromStrs(to, to_count, "to"));
     DG_RETURN_IF_ERROR(CheckArray(replies, to_count, "replies"));
     DG_RETURN_IF_ERROR(CheckArray(errors, to_count, "errors"));
-    std::vector<std::string> names;
-    for (size_t i = 0; i < to_count; ++i) {
-      DG_ASSIGN_OR_RETURN(std::string name, FromStr(to[i], "to"));
-      names.push_back(std::move(name));
-    }
     DG_ASSIGN_OR_RETURN(const std::string name, FromStr(function, "function"));
     DG_ASSIGN_OR_RETURN(const Pinned<MessageObject> message,
                         Pin<MessageObject>(request, "request"));
