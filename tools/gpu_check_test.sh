@@ -138,6 +138,35 @@ assert "running" not in end and end["complete"] and end["ok"], end
 PY
 rm "$hangs"
 
+# Whoever ends gpu_check itself, as a limit of time does, leaves no program on the GPU.
+cat >"$hangs" <<'SH'
+#!/bin/sh
+[ "$1" = --gtest_list_tests ] && exit 0
+echo $$ >"$HUNG"
+exec sleep 1000000
+SH
+chmod +x "$hangs"
+for signal in TERM KILL; do
+  rm -f "$HUNG"
+  LD_LIBRARY_PATH=$scratch/one python3 "$scratch/unpacked/gpu_check" --site "$scratch/site" --only b_test \
+    --json "$scratch/report.json" >"$scratch/said" 2>&1 &
+  checker=$!
+  while [[ ! -s $HUNG ]] && kill -0 "$checker"; do sleep 0.1; done
+  kill -s "$signal" "$checker"
+  wait "$checker" || true
+  orphan=$(cat "$HUNG")
+  for _ in {1..100}; do
+    readlink -q "/proc/$orphan/exe" >/dev/null || break # nor of one that is dead, and not waited for
+    sleep 0.1
+  done
+  if readlink -q "/proc/$orphan/exe" >/dev/null; then
+    echo "FAILED: a program goes on when SIG$signal has ended gpu_check" >&2
+    kill -KILL "$orphan"
+    failed=1
+  fi
+done
+rm "$hangs"
+
 # The order is not the alphabet's, but that of docs/cuda.md.
 first=$scratch/unpacked/programs/third_party.cuda_test
 cp "$scratch/unpacked/programs/core.a_test" "$first"
