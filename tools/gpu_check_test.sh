@@ -167,6 +167,38 @@ for signal in TERM KILL; do
 done
 rm "$hangs"
 
+# What a repeat has recorded is not lost with a later one that is ended.
+cat >"$hangs" <<'SH'
+#!/bin/sh
+[ "$1" = --gtest_list_tests ] && exit 0
+if [ -e "$HUNG" ]; then exec sleep 1000000; fi
+touch "$HUNG"
+echo '<testsuites><testsuite><testcase classname="B" name="One" status="run"><properties><property name="GB_s" value="800"/></properties></testcase></testsuite></testsuites>' >"${1#--gtest_output=xml:}"
+SH
+chmod +x "$hangs"
+rm -f "$HUNG"
+check "a second repeat that does not end" one 1 "failed: repeat 2: it did not end" --repeat 2 --timeout 3 --only b_test
+grep -q '"GB_s": "800"' "$scratch/report.json" || { echo "FAILED: what repeat 1 has recorded is lost" >&2 && failed=1; }
+rm "$hangs" "$HUNG"
+
+# A case that fails is named in the report, with what it said.
+cat >"$hangs" <<'SH'
+#!/bin/sh
+[ "$1" = --gtest_list_tests ] && exit 0
+echo '<testsuites><testsuite><testcase classname="B" name="Bad" status="run"><failure message="b.cc:7&#x0A;two is not three"/></testcase></testsuite></testsuites>' >"${1#--gtest_output=xml:}"
+echo "looked at two"
+echo "saw three" >&2
+exit 1
+SH
+chmod +x "$hangs"
+check "a case that fails" one 1 "FAILED: core.b_test" --only b_test
+grep -q "B.Bad" "$scratch/report.json" && grep -q "two is not three" "$scratch/report.json" ||
+  { echo "FAILED: the report does not say which case failed, and why" >&2 && failed=1; }
+# All that it has printed is beside the report.
+grep -q "looked at two" "$scratch/report.core.b_test.txt" && grep -q "saw three" "$scratch/report.core.b_test.txt" ||
+  { echo "FAILED: what a program has printed is not kept" >&2 && failed=1; }
+rm "$hangs"
+
 # The order is not the alphabet's, but that of docs/cuda.md.
 first=$scratch/unpacked/programs/third_party.cuda_test
 cp "$scratch/unpacked/programs/core.a_test" "$first"
