@@ -10,6 +10,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -93,8 +94,13 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclCommunicators::Create(
   DG_RETURN_IF_ERROR(made->AwaitReady("setting up", timeout));
   if (made->own_clock_ != nullptr) {
     // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the first's kernels.
-    made->own_clock_->At(made->own_clock_->Now(),
-                         [first = made->devices_[0]] { GuardOf(first).uncheckedSetDevice(first); });
+    // Waited for: TryLeave() knows only timers that watch, and CUDA may be unloaded after it.
+    absl::Notification is_current;
+    made->own_clock_->At(made->own_clock_->Now(), [first = made->devices_[0], &is_current] {
+      GuardOf(first).uncheckedSetDevice(first);
+      is_current.Notify();
+    });
+    is_current.WaitForNotification();
   }
   return made;
 }

@@ -54,6 +54,13 @@ int ExitAfterACopy() {
   std::exit(kOwnStatus);
 }
 
+// Nothing has begun, but a thread of the list's may just be making the GPU its current one.
+int ExitAfterMakingAList() {
+  const auto communicators = ProcessCommunicators({Gpu(0)}, absl::Minutes(1));
+  DG_CHECK(communicators.ok()) << communicators.status();
+  std::exit(kOwnStatus);
+}
+
 // With a group that ends before it, or never.
 int ExitAfterASum(const std::string& group_ends) {
   static const std::string what = "adding";
@@ -74,6 +81,7 @@ int ExitAfterASum(const std::string& group_ends) {
 int RunChild(const std::string& way) {
   alarm(kSeconds);
   if (way == "broadcast") return ExitAfterABroadcast();
+  if (way == "made") return ExitAfterMakingAList();
   return way == "copy" ? ExitAfterACopy() : ExitAfterASum(way);
 }
 
@@ -99,6 +107,11 @@ TEST(ExitTest, RightAfterASum) {
 TEST(ExitTest, RightAfterACopyByAListOfOneGpu) {
   if (c10::cuda::device_count() < 1) GTEST_SKIP() << "this machine has no GPU";
   ExpectExits({"copy"});
+}
+
+TEST(ExitTest, RightAfterAListWasMade) {
+  if (c10::cuda::device_count() < 1) GTEST_SKIP() << "this machine has no GPU";
+  ExpectExits({"made"});
 }
 
 TEST(ExitTest, RightAfterABroadcastToTwoGpus) {

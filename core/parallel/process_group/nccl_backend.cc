@@ -26,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
@@ -90,9 +91,15 @@ class Communicator {
         own_aborts_(place.clock != nullptr ? nullptr : ValueOrThrow(NewSystemClock())),
         queries_(place.clock != nullptr ? place.clock : own_queries_.get()),
         aborts_(place.clock != nullptr ? place.clock : own_aborts_.get()) {
-    // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the kernels.
+    // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the kernels. Waited
+    // for: a program may exit when the group is there, and CUDA is unloaded then.
     if (place.clock == nullptr) {
-      aborts_->At(aborts_->Now(), [device] { GuardOf(device).uncheckedSetDevice(device); });
+      absl::Notification is_current;
+      aborts_->At(aborts_->Now(), [device, &is_current] {
+        GuardOf(device).uncheckedSetDevice(device);
+        is_current.Notify();
+      });
+      is_current.WaitForNotification();
     }
   }
   ~Communicator() { Abort(Left()); }
