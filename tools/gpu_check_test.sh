@@ -199,6 +199,53 @@ grep -q "looked at two" "$scratch/report.core.b_test.txt" && grep -q "saw three"
   { echo "FAILED: what a program has printed is not kept" >&2 && failed=1; }
 rm "$hangs"
 
+# What could take longer than what is left of --within is not begun. A part of it has gone by then.
+check "no time for anything" one 1 "FAILED: core.a_test: not begun: of --within 13" --within 13 --timeout 3
+grep -qF "0 of 1 programs start" "$scratch/said" || { echo "FAILED: it was loaded all the same" >&2 && failed=1; }
+check "time for all" one 0 "1 programs passed" --within 1000000
+check "less than one run may take" one 1 "--within 12 has no room for --timeout 3" --within 12 --timeout 3
+python3 - "$scratch/report.json" <<'PY' || failed=1
+import argparse
+import importlib.machinery
+import importlib.util
+import sys
+import types
+loader = importlib.machinery.SourceFileLoader("gpu_check", "tools/gpu_check")
+module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
+loader.exec_module(module)
+now = [0]
+module.time = types.SimpleNamespace(monotonic=lambda: now[0])
+begun = []
+
+
+def run_limited(command, *_):
+    begun.append(command[0])
+    now[0] += 20
+    return "", ""
+
+
+module.run_limited = run_limited
+report = {"tests": [], "skips": []}
+module.run_all(report, [("a", "a"), ("b", "b"), ("c", "c")], "benchmark", [], {},
+               argparse.Namespace(repeat=3, timeout=20, within=100, end=100, json=sys.argv[1]))
+if begun != ["a", "a", "a", "b"]:
+    sys.exit("FAILED: these were begun: %s" % begun)
+said = [test["outcome"] for test in report["tests"]] + [report["benchmark_error"]]
+for text, each in zip(["failed: 0 of 3 repeats", "failed: repeat 2: not begun", "not begun", "not begun"], said):
+    if not each.startswith(text):
+        sys.exit("FAILED: it says '%s', not '%s'" % (each, text))
+PY
+
+# To be loaded a program has no longer than to run.
+cat >"$hangs" <<'SH'
+#!/bin/sh
+[ "$1" = --gtest_list_tests ] && exec sleep 1000000
+exit 1
+SH
+chmod +x "$hangs"
+check "a program that is not loaded in time" nothing 1 "core.b_test does not start: it did not end within 3 s" --timeout 3
+rm "$hangs"
+
 # The order is not the alphabet's, but that of docs/cuda.md.
 first=$scratch/unpacked/programs/third_party.cuda_test
 cp "$scratch/unpacked/programs/core.a_test" "$first"
