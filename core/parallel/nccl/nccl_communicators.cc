@@ -1,6 +1,7 @@
 // Orders streams, and watches what NCCL has left running.
 #include "core/parallel/nccl/nccl_communicators.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
@@ -112,6 +113,19 @@ NcclCommunicators::NcclCommunicators(std::vector<c10::Device> devices, NcclPlatf
       order_(std::move(order)),
       name_(NameOf(devices_)) {}
 
+// The destructor of an event of CUDA makes the device current again that was it before, which then
+// gets a context, for as long as the process lasts.
+NcclCommunicators::Running::~Running() {
+  for (; !ends.empty(); ends.pop_back()) {
+    c10::OptionalDeviceGuard on_device;
+    try {
+      if (ends.back().was_marked_for_recording()) on_device.reset_device(ends.back().device());
+    } catch (...) {  // NOLINT(bugprone-empty-catch): it ends all the same
+    }
+    c10::Event(std::move(ends.back()));
+  }
+}
+
 std::string NcclCommunicators::NameOf(const std::vector<c10::Device>& devices) {
   return absl::StrCat("NCCL over ",
                       absl::StrJoin(devices, ", ", [](std::string* out, c10::Device device) {
@@ -163,6 +177,7 @@ absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration tim
   std::vector<NcclGroup::Part> parts;
   for (size_t i = 0; i < devices_.size(); ++i) {
     const c10::impl::DeviceGuardImplInterface& guard = GuardOf(devices_[i]);
+    const c10::DeviceGuard on_device(devices_[i]);  // for events, as ~Running() says
     current.push_back(guard.getStream(devices_[i]));
     c10::Event ready(devices_[i].type());
     ready.record(current[i]);
@@ -199,6 +214,7 @@ absl::Status NcclCommunicators::Launch(Collective collective, absl::Duration tim
     DG_RETURN_IF_ERROR(AwaitReady(collective.what, timeout));
     running->deadline = clock_->Now() + timeout;
     for (size_t i = 0; i < devices_.size(); ++i) {
+      const c10::DeviceGuard on_device(devices_[i]);
       running->ends.emplace_back(devices_[i].type());
       running->ends[i].record(streams_[i]);
       if (collective.waits[i] || collective.buffers[i].in_place) running->ends[i].block(current[i]);

@@ -107,6 +107,11 @@ class NcclCommunicators {
  private:
   // A collective that was launched.
   struct Running {
+    Running() = default;
+    ~Running();  // any thread's, whose current device is left without a context if it has none
+    Running(const Running&) = delete;
+    Running& operator=(const Running&) = delete;
+
     std::string what;
     absl::Duration timeout;
     absl::Time deadline;

@@ -145,8 +145,16 @@ class Communicator {
   // What timers know of a collective that has begun: they keep its deadline while nobody waits for
   // it.
   struct Ending {
-    explicit Ending(const char* what) : what(what) {}
+    Ending(const char* what, c10::Device device) : what(what), device(device) {}
+    ~Ending() {
+      const OnDevice on_device(device);  // as for NCCL: an event of CUDA does the same
+      c10::Event(std::move(end));
+    }
+    Ending(const Ending&) = delete;
+    Ending& operator=(const Ending&) = delete;
+
     const char* const what;
+    const c10::Device device;
     c10::Event end{c10::kCUDA};
     std::atomic<bool> seen{false};
     absl::Mutex mu;
@@ -327,7 +335,7 @@ class NcclWork final : public c10d::Work {
       : communicator_(std::move(communicator)),
         deadline_(deadline),
         tensor_(std::move(tensor)),
-        ending_(std::make_shared<Communicator::Ending>(what)) {}
+        ending_(std::make_shared<Communicator::Ending>(what, communicator_->device())) {}
   ~NcclWork() override {
     if (query_.has_value()) communicator_->Unwatch(*query_, *ending_);
   }

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "tests/testing/fake_cuda/fake_cuda.h"
 #include "tests/testing/fake_cuda/machine.h"
 
 namespace {
@@ -30,9 +31,9 @@ CUresult cuDeviceGetCount(int* count) {
   *count = kDevices;
   return CUDA_SUCCESS;
 }
-CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
   *flags = 0;
-  *active = 1;
+  *active = distgrad::fake_cuda::HasContext(device) ? 1 : 0;
   return CUDA_SUCCESS;
 }
 CUresult cuCtxGetCurrent(CUcontext* context) {

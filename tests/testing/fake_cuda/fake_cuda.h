@@ -38,6 +38,10 @@ size_t PageableBytes();
 // How often threads have called what waits for a stream, an event or a device.
 size_t Waits();
 
+// Whether the process has a context on the device: it has from the first cudaSetDevice() of it on,
+// as since CUDA 12, or the first memory.
+bool HasContext(int device);
+
 // Of which threads a capture refuses what is not safe beside it, as cudaStreamCaptureMode says.
 enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 

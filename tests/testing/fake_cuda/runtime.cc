@@ -1,6 +1,7 @@
 // The functions of CUDA's runtime that libtorch and TensorPipe call, on the fake machine.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,8 @@ using namespace distgrad::fake_cuda;  // NOLINT: what this file is made of
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+
+std::atomic<bool> contexts[kDevices];
 
 cudaError_t Fail(cudaError_t error) { return last_error = error; }
 
@@ -62,6 +65,12 @@ bool IsDevice(int device) { return device >= 0 && device < kDevices; }
 
 }  // namespace
 
+namespace distgrad::fake_cuda {
+
+bool HasContext(int device) { return contexts[device]; }
+
+}  // namespace distgrad::fake_cuda
+
 extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
@@ -75,6 +84,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaSetDevice(int device) {
   if (!IsDevice(device)) return Fail(cudaErrorInvalidDevice);
   current_device = device;
+  contexts[device] = true;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -152,6 +162,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaMalloc(void** data, size_t size) {
   if (Refused()) return Refusal();
+  contexts[current_device] = true;
   *data = machine().Allocate(current_device, size);
   return *data != nullptr ? cudaSuccess : Fail(cudaErrorMemoryAllocation);
 }
