@@ -283,21 +283,42 @@ TEST_F(CmaChannelTest, AnOfferWithoutALease) {
 
 // Nobody can have another process's memory read by naming it.
 TEST_F(CmaChannelTest, AnOfferOfSomebodyElsesMemory) {
-  std::vector<uint8_t> secret(100, 1), received(100, 0);
+  const std::vector<uint8_t> nothing(100, 0), own(100, 1), secret(100, 0xcc);
+  std::vector<uint8_t> memory = own;
+  const uint64_t lease = 7;
   int pipes[2];
   ASSERT_EQ(pipe(pipes), 0);
   const pid_t child = fork();
   if (child == 0) {
-    std::memset(secret.data(), 0xcc, secret.size());  // its own copy
+    std::memset(memory.data(), 0xcc, memory.size());  // its own copy, at the same address
     [[maybe_unused]] const ssize_t n = write(pipes[1], "x", 1);
     pause();
     _exit(0);
   }
   char x;
   ASSERT_EQ(read(pipes[0], &x, 1), 1);
-  const auto address = reinterpret_cast<uint64_t>(secret.data());
-  ReceiveOffer({static_cast<uint64_t>(child), address}, received);
-  EXPECT_NE(received, std::vector<uint8_t>(100, 0xcc));
+  const auto process = static_cast<uint64_t>(child);
+  const std::vector<uint64_t> offer = {reinterpret_cast<uint64_t>(memory.data()),
+                                       reinterpret_cast<uint64_t>(&lease), lease};
+  // Where the kernel names the child that is what is read: it is there to be had.
+  std::vector<uint8_t> received = nothing;
+  Connect(listener_->addr(), child);
+  EXPECT_EQ(ReceiveOffer(offer, received), "");
+  EXPECT_EQ(received, secret);
+  // The same words of one whom the kernel knows as this process are about this process's memory.
+  received = nothing;
+  Connect(listener_->addr());
+  EXPECT_EQ(ReceiveOffer(offer, received), "");
+  EXPECT_EQ(received, own);
+  // And there is no place in them for another process.
+  for (const bool ahead : {true, false}) {
+    std::vector<uint64_t> named = offer;
+    named.insert(ahead ? named.begin() : named.end(), process);
+    received = nothing;
+    Connect(listener_->addr());
+    EXPECT_THAT(ReceiveOffer(named, received), HasSubstr("a frame of 32 bytes where 24"));
+    EXPECT_EQ(received, nothing);
+  }
   kill(child, SIGKILL);
   waitpid(child, nullptr, 0);
   close(pipes[0]);
