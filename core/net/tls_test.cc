@@ -124,6 +124,37 @@ TEST(TlsTest, NothingReadableIsOnTheWire) {
   EXPECT_NE(Encrypt(*ends.client, text), wire);  // nor whether the same was sent again
 }
 
+// Whether a server's hello has its share of an ephemeral exchange of keys (RFC 8446, section
+// 4.2.8).
+bool SharesAKey(absl::string_view record) {
+  const auto number = [&](size_t at, size_t bytes) {
+    size_t sum = 0;
+    for (; bytes > 0; --bytes) sum = 256 * sum + static_cast<uint8_t>(record.at(at++));
+    return sum;
+  };
+  size_t at = 5 + 4 + 2 + 32;  // the heads of the record and the message, version, random bytes
+  at += 1 + number(at, 1);     // the session's name
+  at += 2 + 1;                 // cipher suite, compression
+  const size_t end = at + 2 + number(at, 2);
+  constexpr size_t kKeyShare = 51;
+  for (at += 2; at + 4 <= end; at += 4 + number(at + 2, 2)) {
+    if (number(at, 2) == kKeyShare) return true;
+  }
+  return false;
+}
+
+// So who has recorded a connection and learns the secret later cannot read it.
+TEST(TlsTest, KeysAreOfAnExchangeToo) {
+  std::unique_ptr<TlsSession> client = New(Role::kClient), server = New(Role::kServer);
+  ASSERT_TRUE(client->Establish().ok());
+  std::string nothing;
+  ASSERT_TRUE(Receive(*server, TakeOutput(*client), &nothing).ok());
+  const std::string hello = TakeOutput(*server);
+  ASSERT_TRUE(absl::StartsWith(hello, "\x16\x03\x03")) << "a record of the handshake";
+  ASSERT_EQ(hello[5], 2) << "a server's hello";
+  EXPECT_TRUE(SharesAKey(hello));
+}
+
 TEST(TlsTest, WhoHasAnotherSecretIsRefused) {
   std::unique_ptr<TlsSession> client = New(Role::kClient),
                               server = New(Role::kServer, kOtherSecret);
