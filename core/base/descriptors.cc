@@ -49,6 +49,10 @@ bool IsReadable(int socket) {
   return poll(&entry, 1, 0) > 0;
 }
 
+bool IsExhaustion(int error) {
+  return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
+
 std::string ErrnoText(int error) {
   std::string text = std::strerror(error);
   rlimit limit = {};

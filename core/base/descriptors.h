@@ -25,6 +25,10 @@ absl::Status ReserveDescriptors(size_t more, absl::string_view what);
 // say.)
 bool IsReadable(int socket);
 
+// Returns whether accept() fails with that error for want of descriptors, or of memory in the
+// kernel: who waits to be accepted goes on waiting, and can be later.
+bool IsExhaustion(int error);
+
 // Returns strerror()'s text; where there are no descriptors left, with the limit and what to do.
 std::string ErrnoText(int error);
 // Returns absl::ErrnoToStatus() with that text.

@@ -73,5 +73,10 @@ TEST_F(DescriptorsTest, ErrorsNameTheRemedy) {
   EXPECT_TRUE(absl::IsResourceExhausted(ErrnoStatus(EMFILE, "socket")));
 }
 
+TEST_F(DescriptorsTest, WhatTheKernelLacksIsNoErrorOfAConnection) {
+  for (const int error : {EMFILE, ENFILE, ENOBUFS, ENOMEM}) EXPECT_TRUE(IsExhaustion(error));
+  for (const int error : {ECONNABORTED, EAGAIN, EINTR}) EXPECT_FALSE(IsExhaustion(error));
+}
+
 }  // namespace
 }  // namespace distgrad

@@ -16,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/descriptors.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/membership/store/tcp_store_protocol.h"
@@ -131,7 +132,7 @@ void StoreServer::Accept() {
     const int fd =
         has_slot ? accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK) : -1;
     if (fd < 0) {
-      const bool exhausted = has_slot && (errno == EMFILE || errno == ENFILE);
+      const bool exhausted = has_slot && IsExhaustion(errno);
       if (exhausted && !IsReadable(listener_.fd())) return;
       if (exhausted) FreeSlot();
       if (exhausted || !has_slot) accept_again_ = Deadline::After(absl::Milliseconds(50));
@@ -143,7 +144,10 @@ void StoreServer::Accept() {
     socket.SetKeepAlive();
     auto handshake = Handshake::Create(Handshake::Role::kServer, options_.cluster_key, kStoreToken,
                                        options_.certificates != nullptr);
-    if (!handshake.ok()) continue;  // no random numbers
+    if (!handshake.ok()) {
+      LogInability(handshake.status());
+      continue;
+    }
     peers_.push_back({std::move(socket), *std::move(handshake), Deadline::After(options_.grace),
                       Deadline::After(options_.handshake_timeout)});
     ++unauthenticated_;
@@ -189,6 +193,12 @@ void StoreServer::TakeTlsOutput(Peer& peer) {
   peer.tls->DropOutput(output.size());
 }
 
+void StoreServer::LogInability(const absl::Status& why) {
+  if (!IsWorthALine(++unable_)) return;
+  DG_LOG(WARNING) << "the job's store cannot take a connection: " << why << " (" << unable_
+                  << " so far)";
+}
+
 bool StoreServer::Greet(Peer& peer) {
   while (!peer.handshake.done() && !peer.in.empty()) {
     const size_t size = std::min(peer.in.size(), peer.handshake.wanted());
@@ -209,7 +219,10 @@ bool StoreServer::EstablishTls(Peer& peer) {
   if (!options_.cluster_key.empty() || options_.certificates != nullptr) {
     if (peer.tls == nullptr) {
       auto tls = TlsSession::Create(peer.handshake, options_.certificates);
-      if (!tls.ok()) return false;
+      if (!tls.ok()) {
+        LogInability(tls.status());
+        return false;
+      }
       peer.tls = *std::move(tls);
       // What came with the end of the handshake.
       const absl::Span<char> space = peer.tls->InputSpace();

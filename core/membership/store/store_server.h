@@ -117,6 +117,8 @@ class StoreServer {
   bool EstablishTls(Peer& peer);
   bool Decrypt(Peer& peer);
   static void TakeTlsOutput(Peer& peer);
+  // A connection is closed because this process itself cannot do what it takes.
+  void LogInability(const absl::Status& why);
   // Answers the first request of `in`; returns its size, or 0 if not all of it is there.
   absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
   absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);
@@ -148,6 +150,7 @@ class StoreServer {
   size_t bytes_ = 0;  // of all of these
   Deadline accept_again_ = absl::InfinitePast();
   RefusalLog refusals_{"the job's store"};
+  uint64_t unable_ = 0;  // connections that LogInability() has heard of
 
   std::thread thread_;
 };

@@ -104,12 +104,34 @@ std::unique_ptr<TcpStore> JoinLauncher(uint16_t port) {
   return store.ok() ? *std::move(store) : nullptr;
 }
 
+constexpr char kChildKey[] = "a secret of the whole job";
+
 // The child's half of the two-process tests: answers "ping" with "pong", counts to 1000.
 int RunChild(const std::string& kind, const std::string& where) {
   std::unique_ptr<Store> store;
   if (kind == "serve") {
     auto server = Serve();
     std::printf("%d\n", server->port());
+    std::fflush(stdout);
+    pause();
+  }
+  // With a key: what comes of its start, of a server as well as of a client.
+  if (kind == "serve_with_key" || kind == "join_with_key") {
+    TcpStoreOptions options;
+    options.is_server = kind == "serve_with_key";
+    options.port = static_cast<uint16_t>(std::atoi(where.c_str()));
+    options.cluster_key = kChildKey;
+    options.deadline = Later();
+    const absl::Status status = NewTcpStore(options).status();
+    std::printf("%s\n", status.ToString().c_str());
+    return status.ok() ? 0 : 1;
+  }
+  if (kind == "only_serve_with_key") {
+    Socket listener = Socket::Listen("127.0.0.1", 0).value();
+    const uint16_t port = listener.LocalPort().value();
+    const auto server = StoreServer::Start(std::move(listener), {.cluster_key = kChildKey});
+    if (!server.ok()) return 1;
+    std::printf("%d\n", port);
     std::fflush(stdout);
     pause();
   }
@@ -1293,6 +1315,59 @@ Socket Friend(uint16_t port, const std::string& key = "") {
   Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
   ShakeHands(socket, key);
   return socket;
+}
+
+// A process of this program, on a machine whose settings of OpenSSL forbid what TLS takes.
+std::unique_ptr<ChildProcess> NewChildWithoutOpenssl(const std::string& kind, uint16_t port) {
+  const std::string file = NewPath() + ".cnf";
+  std::ofstream(file) << "openssl_conf = all\n"
+                         "[all]\nalg_section = algorithms\n"
+                         "[algorithms]\ndefault_properties = \"provider=none\"\n";
+  setenv("OPENSSL_CONF", file.c_str(), 1);
+  auto child =
+      std::make_unique<ChildProcess>(std::vector<std::string>{"--child", kind, absl::StrCat(port)});
+  unsetenv("OPENSSL_CONF");
+  return child;
+}
+
+// It would not begin to work by the deadline.
+TEST(TcpStoreTest, WithoutWhatTlsTakesAStartFailsAtOnceAndSaysNothingInTheClear) {
+  const Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const auto client = NewChildWithoutOpenssl("join_with_key", listener.LocalPort().value());
+  pollfd entry = {listener.fd(), POLLIN, 0};
+  ASSERT_EQ(poll(&entry, 1, -1), 1);
+  Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  ASSERT_TRUE(socket.valid());
+  Handshake handshake = Handshake::Create(Handshake::Role::kServer, kChildKey, kStoreToken).value();
+  std::string heard;
+  for (char byte; socket.Receive(&byte, 1, Later()).ok(); heard += byte) {
+    if (handshake.done()) continue;
+    ASSERT_TRUE(handshake.Receive(absl::string_view(&byte, 1)).ok());
+    socket.Send(handshake.TakeOutput(), Later()).IgnoreError();
+  }
+  EXPECT_LE(heard.size(), kHelloBytes + kProofBytes);
+  const std::string joined = client->ReadLine();
+  EXPECT_TRUE(absl::StartsWith(joined, "INTERNAL: the store at 127.0.0.1:")) << joined;
+  EXPECT_EQ(client->Wait(), 1);
+
+  const auto server = NewChildWithoutOpenssl("serve_with_key", 0);
+  const std::string served = server->ReadLine();
+  EXPECT_TRUE(absl::StartsWith(served, "INTERNAL: the store at 127.0.0.1:")) << served;
+  EXPECT_EQ(server->Wait(), 1);
+}
+
+TEST(TcpStoreTest, AServerWithoutWhatTlsTakesSaysSoInItsLog) {
+  testing::internal::CaptureStderr();
+  {
+    const auto server = NewChildWithoutOpenssl("only_serve_with_key", 0);
+    const auto port = static_cast<uint16_t>(std::atoi(server->ReadLine().c_str()));
+    Handshake handshake =
+        Handshake::Create(Handshake::Role::kClient, kChildKey, kStoreToken).value();
+    EXPECT_EQ(Heard(port, handshake.TakeOutput()), "");
+  }
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(absl::StrContains(log, "the job's store cannot take a connection: INTERNAL: "))
+      << log;
 }
 
 // Whether the kernel asks now and then for a sign of life.

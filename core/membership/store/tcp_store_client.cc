@@ -103,7 +103,8 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
       client->socket_ = *std::move(socket);
       return client;
     }
-    if (absl::IsUnauthenticated(socket.status())) {
+    // kInternal: OpenSSL here fails, which the next attempt does not change.
+    if (absl::IsUnauthenticated(socket.status()) || absl::IsInternal(socket.status())) {
       return Annotate(socket.status(), absl::StrCat("the store at ", client->where_));
     }
     // A server that is crowded, or something on the way, looks like it for a moment.

@@ -176,7 +176,7 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
     }
     const int error = errno;
     if (error == EAGAIN) return;
-    if (error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM) {
+    if (IsExhaustion(error)) {
       if (!IsReadable(acceptor.fd.get())) return;
       if (IsWorthALine(++exhausted_)) {
         DG_LOG(WARNING) << "cannot accept a connection: " << ErrnoText(error) << " (" << exhausted_
@@ -189,6 +189,11 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
     }
     // ECONNABORTED and the like concern one connection, which is gone already.
   }
+}
+
+void SocketListener::LogInability(const absl::Status& why) {
+  if (!IsWorthALine(++unable_)) return;
+  DG_LOG(ERROR) << "cannot take a connection: " << why << " (" << unable_ << " so far)";
 }
 
 void SocketListener::AddClient(Fd fd, bool is_unix) {
@@ -205,10 +210,7 @@ void SocketListener::AddClient(Fd fd, bool is_unix) {
   }
   auto handshake = Handshake::Create(Handshake::Role::kServer, options_.key, token_,
                                      options_.certificates != nullptr, options_.encrypts_unix);
-  if (!handshake.ok()) {
-    DG_LOG(ERROR) << "cannot take a connection: " << handshake.status();
-    return;
-  }
+  if (!handshake.ok()) return LogInability(handshake.status());
   const auto client = clients_.insert(
       clients_.end(),
       Client{std::move(fd), 0, is_unix, *std::move(handshake), nullptr, Loop::Now()});
@@ -263,7 +265,10 @@ void SocketListener::ShakeHands(Clients::iterator client) {
   if (!options_.Encrypts(handshake, client->is_unix)) return Adopt(client);
   if (client->tls == nullptr) {
     auto tls = TlsSession::Create(handshake, options_.certificates);
-    if (!tls.ok()) return Dismiss(client, tls.status());
+    if (!tls.ok()) {
+      LogInability(tls.status());
+      return Forget(client);
+    }
     client->tls = *std::move(tls);
   }
   EstablishTls(client);

@@ -76,6 +76,8 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // Takes clients again after there was no slot, or no descriptor: when one of them goes, or then.
   void ResumeAfter(absl::Duration delay);
   void Resume();
+  // A connection is closed because this process itself cannot do what it takes.
+  void LogInability(const absl::Status& why);
   void AddClient(Fd fd, bool is_unix);
   void ShakeHands(Clients::iterator client);
   // Notes that the client has got further in its handshake.
@@ -101,6 +103,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   RefusalLog refusals_{"this worker"};
   uint64_t other_users_ = 0;  // refused
   uint64_t exhausted_ = 0;    // how often there was no file descriptor
+  uint64_t unable_ = 0;       // connections that LogInability() has heard of
   bool full_ = false;         // clients that connect wait in the kernel's queue: ResumeAfter()
   Acceptor tcp_, unix_;
   Clients clients_;  // by their last steps
