@@ -40,7 +40,8 @@ absl::StatusOr<Digest> CheckOf(const std::string& key, absl::string_view salt) {
   return Hmac(key, absl::StrCat("group key ", salt));
 }
 
-// The same as a word; of a key that there is not no rank's word is equal.
+// The same in hexadecimal digits, as it goes into the store; "-" in place of a key that this rank
+// does not have, which is too short to be the word of any key (IsWordOf()).
 absl::StatusOr<std::string> CheckWordOf(const std::string& key, absl::string_view salt) {
   if (key.empty()) return std::string("-");
   DG_ASSIGN_OR_RETURN(const Digest check, CheckOf(key, salt));
