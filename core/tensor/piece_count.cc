@@ -9,6 +9,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -175,25 +176,68 @@ int64_t TransformBytes(int64_t length) {
   return rest == 1 ? 0 : Times(length, kBytesOfEach);
 }
 
-// Of the longest transform among those that a tensor's sizes and a number, or numbers, that may be
-// given in their place can mean. That of a result without its redundant half is twice as long.
+// The numbers of a list or the only one, as CallOperator() takes them; none for what is neither.
+std::vector<int64_t> NumbersOf(absl::Span<const c10::IValue> args, size_t place) {
+  std::vector<int64_t> numbers;
+  if (place >= args.size()) return numbers;
+  const auto add = [&numbers](const c10::IValue& value) {
+    if (const std::optional<int64_t> number = IntOf(value)) numbers.push_back(*number);
+  };
+  if (args[place].isList()) {
+    for (const c10::IValue& item : args[place].toListRef()) add(item);
+  } else {
+    add(args[place]);
+  }
+  return numbers;
+}
+
+// The dimensions that `fft_*` transforms: those of argument 2; or else the last one, or two, or all
+// or the last ones of as many lengths as are given. In their order.
+std::vector<int64_t> TransformedDimensions(absl::string_view name,
+                                           absl::Span<const c10::IValue> args, int64_t dimensions) {
+  std::vector<int64_t> transformed = NumbersOf(args, 2);
+  if (!transformed.empty()) return transformed;
+  size_t last = 1;
+  if (absl::EndsWith(name, "2")) {
+    last = 2;
+  } else if (absl::EndsWith(name, "n")) {
+    const size_t given = NumbersOf(args, 1).size();
+    last = given > 0 ? given : static_cast<size_t>(dimensions);
+  }
+  for (auto i = static_cast<int64_t>(last); i > 0; --i) transformed.push_back(-i);
+  return transformed;
+}
+
+// Of the longest of the transforms that are made of the dimensions of a tensor, each of a length
+// that is given or of the dimension's size. A result without its redundant half is, in the last of
+// these dimensions, twice as long as what it is made of.
 int64_t TransformsBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
   if (!args[0].isTensor() || !args[0].toTensor().defined()) return 0;
   const at::Tensor& tensor = args[0].toTensor();
-  if (tensor.is_cuda()) return 0;
-  int64_t most = 0;
-  const auto count = [&most](int64_t length) { most = std::max(most, TransformBytes(length)); };
+  if (tensor.is_cuda() || absl::EndsWith(name, "shift")) return 0;  // that one moves elements
   const bool doubles = absl::StartsWith(name, "fft_irfft") || absl::StartsWith(name, "fft_hfft");
-  for (const int64_t size : tensor.sizes()) {
-    count(size);
-    if (doubles) count(2 * (size - 1));
-  }
-  if (args.size() > 1 && args[1].isIntList()) {
-    for (const int64_t length : args[1].toIntVector()) count(length);
-  } else if (args.size() > 1) {
-    count(IntOf(args[1]).value_or(0));
+  const std::vector<int64_t> lengths = NumbersOf(args, 1);
+  const std::vector<int64_t> transformed = TransformedDimensions(name, args, tensor.dim());
+  int64_t most = 0;
+  for (size_t i = 0; i < transformed.size(); ++i) {
+    const int64_t named = transformed[i];
+    const int64_t dimension = named < 0 ? named + tensor.dim() : named;
+    if (dimension < 0 || dimension >= tensor.dim()) continue;
+    int64_t length = tensor.size(dimension);
+    if (doubles && i + 1 == transformed.size()) length = Times(2, length - 1);
+    // -1 stands for the size.
+    if (i < lengths.size() && lengths[i] > 0) length = lengths[i];
+    most = std::max(most, TransformBytes(length));
   }
   return most;
+}
+
+// Of the transforms of all frames of a signal, which have one length.
+int64_t FramesBytes(absl::Span<const c10::IValue> args) {
+  if (!args[0].isTensor() || !args[0].toTensor().defined() || args[0].toTensor().is_cuda()) {
+    return 0;
+  }
+  return args.size() < 2 ? 0 : TransformBytes(IntOf(args[1]).value_or(0));
 }
 
 // Of the text that an error of `meshgrid` makes of a tensor with more dimensions than it takes.
@@ -263,6 +307,7 @@ int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
   if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
   if (absl::StartsWith(name, "fft_")) return TransformsBytes(name, args);
+  if (name == "stft" || name == "istft") return FramesBytes(args);
   if (name == "unique_dim" || name == "unique_dim_consecutive") {
     return PlaceTensorBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
   }

@@ -69,12 +69,65 @@ TEST(PieceCountTest, TransformsOfOddLengthsCount) {
   constexpr int64_t kPrime = 524287;
   const at::Tensor view = View({kPrime + 1, 1});
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{view}), 0);
-  EXPECT_EQ(CountListBytes("aten::fft_irfft", Values{view}), 2 * kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::fft_irfft", Values{view, c10::IValue(), 0}), 2 * kPrime * 128);
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{view, kPrime}), kPrime * 128);
   EXPECT_EQ(CountListBytes("aten::fft_fft2", Values{view, std::vector<int64_t>{kPrime, 2}}),
             kPrime * 128);
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{OnGpu({kPrime})}), 0);
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{at::Tensor()}), 0);
+}
+
+// Of a batch no more than what is transformed counts: the dimensions that are named, or else the
+// last one, two or all, or as many as there are lengths.
+TEST(PieceCountTest, TransformsCountOfTheirDimensionsAlone) {
+  constexpr int64_t kPrime = 524287, kOther = 65537;
+  constexpr int64_t kOfPrime = kPrime * 128, kOfOther = kOther * 128;
+  using Numbers = std::vector<int64_t>;
+  const c10::IValue none;
+  const at::Tensor tensor = View({kPrime, 4, kOther, 2});
+  const auto count = [&](const std::string& name, Values rest) {
+    rest.insert(rest.begin(), tensor);
+    return CountListBytes(absl::StrCat("aten::fft_", name), rest);
+  };
+  for (const std::string name : {"fft", "ifft", "rfft", "ihfft"}) {
+    EXPECT_EQ(count(name, {}), 0) << name;
+    EXPECT_EQ(count(name, {none, -2}), kOfOther) << name;
+    EXPECT_EQ(count(name, {none, 0}), kOfPrime) << name;
+    EXPECT_EQ(count(name, {none, false}), kOfPrime) << name;
+    EXPECT_EQ(count(name, {1024, 0}), 0) << name;
+    EXPECT_EQ(count(name, {kPrime}), kOfPrime) << name;
+    EXPECT_EQ(count(name, {none, 4}), 0) << name << ", which has no such dimension";
+  }
+  EXPECT_EQ(count("fft2", {}), kOfOther);
+  EXPECT_EQ(count("fft2", {none, Numbers{0, 1}}), kOfPrime);
+  EXPECT_EQ(count("fft2", {Numbers{-1, 2}}), kOfOther) << "-1 stands for the size";
+  EXPECT_EQ(count("fft2", {Numbers{1024, 2}}), 0);
+  EXPECT_EQ(count("rfftn", {}), kOfPrime);
+  EXPECT_EQ(count("rfftn", {none, Numbers{1, 2}}), kOfOther);
+  EXPECT_EQ(count("rfftn", {Numbers{-1, 2}}), kOfOther);
+  EXPECT_EQ(count("rfftn", {Numbers{4}, Numbers{0}}), 0);
+  // Only the last of them has a half that is left out.
+  EXPECT_EQ(count("irfftn", {none, Numbers{2, 1}}), kOfOther);
+  EXPECT_EQ(count("irfftn", {none, Numbers{1, 2}}), 0) << "of a power of two";
+  EXPECT_EQ(count("hfft2", {none, Numbers{1, 0}}), 2 * (kPrime - 1) * 128);
+  EXPECT_EQ(CountListBytes("aten::fft_irfft", Values{View({(int64_t{1} << 62) + 1})}),
+            std::numeric_limits<int64_t>::max());
+  for (const std::string name : {"fftshift", "ifftshift"}) {
+    EXPECT_EQ(count(name, {}), 0) << "it transforms nothing";
+    EXPECT_EQ(count(name, {Numbers{0}}), 0) << "it transforms nothing";
+  }
+}
+
+// `stft` and its inverse transform frames of the length that is their second argument; how long the
+// signal is does not matter. And of a batch no more than what is transformed counts.
+TEST(PieceCountTest, TransformsOfFramesCountToo) {
+  constexpr int64_t kPrime = 524287;
+  const at::Tensor signal = View({2 * kPrime});
+  EXPECT_EQ(CountListBytes("aten::stft", Values{signal, kPrime}), kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::istft", Values{View({kPrime / 2 + 1, 3}), kPrime}), kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::stft.center", Values{signal, kPrime}), kPrime * 128);
+  EXPECT_EQ(CountListBytes("aten::stft", Values{signal, 1024}), 0);
+  EXPECT_EQ(CountListBytes("aten::fft_fft", Values{View({kPrime, 16})}), 0);
 }
 
 // Its error has a tensor with more than one dimension as a text.

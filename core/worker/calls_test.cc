@@ -610,7 +610,7 @@ TEST_P(CallsTest, WhatListsOfElementsTakeIsBounded) {
     const absl::Status status = call(name, at::ones({70000}));
     EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "it would make lists of 1120000 bytes"))
+    EXPECT_TRUE(absl::StrContains(status.message(), "it would take 1120000 bytes beside elements"))
         << status;
     for (const at::Tensor& few : {at::ones({60000}), at::ones({20000, 1}), at::ones({})}) {
       const absl::Status good = call(name, few);
@@ -636,7 +636,7 @@ TEST_P(CallsTest, WhatAnOperatorMakesForEachPlaceOfADimensionIsBounded) {
     const absl::Status status = call(at::ones({5000, 1}));
     EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << name << ": " << status;
     EXPECT_TRUE(absl::StrContains(status.message(), name)) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "it would make lists of 1280000 bytes"))
+    EXPECT_TRUE(absl::StrContains(status.message(), "it would take 1280000 bytes beside elements"))
         << status;
     for (const at::Tensor& few : {at::ones({4000, 1}), at::ones({1, 5000})}) {
       const absl::Status good = call(few);
@@ -647,6 +647,41 @@ TEST_P(CallsTest, WhatAnOperatorMakesForEachPlaceOfADimensionIsBounded) {
   const absl::Status flat =
       worker(0).CallOp(1, "aten::unique_consecutive", {at::ones({5000})}).status();
   EXPECT_TRUE(flat.ok()) << flat;
+}
+
+// And of a Fourier transform, of the whole or of frames, whose length has a large prime factor.
+TEST_P(CallsTest, WhatTransformsOfOddLengthsTakeIsBounded) {
+  Start({.workers = 2, .limits = {.message_bytes = 1 << 20}});
+  constexpr int64_t kPrime = 8209, kOther = 8191;
+  const at::Tensor signal = at::ones({2 * kPrime});
+  const auto frames = [&](int64_t length) {
+    return std::vector<c10::IValue>{signal,        length,
+                                    c10::IValue(), c10::IValue(),
+                                    c10::IValue(), /*normalized=*/false,
+                                    c10::IValue(), /*return_complex=*/true};
+  };
+  const std::vector<std::pair<std::string, std::vector<c10::IValue>>> calls = {
+      {"aten::fft_fft", {at::ones({kPrime})}},
+      {"aten::fft_fft", {at::ones({kPrime, 2}), c10::IValue(), 0}},
+      {"aten::stft", frames(kPrime)},
+  };
+  for (const auto& [name, arguments] : calls) {
+    const absl::Status status = worker(0).CallOp(1, name, arguments).status();
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << name << ": " << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "it would take 1050752 bytes beside elements"))
+        << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "Fourier transform")) << status;
+  }
+  const std::vector<std::pair<std::string, std::vector<c10::IValue>>> few = {
+      {"aten::fft_fft", {at::ones({kOther})}},
+      {"aten::fft_fft", {at::ones({kPrime, 2})}},
+      {"aten::stft", frames(kOther)},
+      {"aten::fft_fftshift", {at::ones({kPrime})}},
+  };
+  for (const auto& [name, arguments] : few) {
+    const absl::Status good = worker(0).CallOp(1, name, arguments).status();
+    EXPECT_TRUE(good.ok()) << name << ": " << good;
+  }
 }
 
 // libtorch would read or write where nothing of the tensor is.

@@ -281,9 +281,11 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   }
   const int64_t list_bytes = CountListBytes(request.function, arguments);
   if (static_cast<uint64_t>(list_bytes) > parts_.options.limits.message_bytes) {
-    return absl::ResourceExhaustedError(absl::StrCat("it would make lists of ", list_bytes,
-                                                     " bytes; limit message_bytes is ",
-                                                     parts_.options.limits.message_bytes));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "it would take ", list_bytes,
+        " bytes beside elements, for lists, for Fourier transforms of a length with a large prime "
+        "factor, or for the text of an error; limit message_bytes is ",
+        parts_.options.limits.message_bytes));
   }
   DG_RETURN_IF_ERROR(CheckHeads(request.function, arguments));
   DG_RETURN_IF_ERROR(CheckViews(request.function, arguments, shown));
