@@ -52,7 +52,8 @@ class TcpStore : public Store {
 
 // Starts a server or connects a client. Both try until the deadline while the host's name is not
 // known yet, and a client also while nothing answers; then kDeadlineExceeded with the last reason.
-// kUnauthenticated if one end has a cluster key and the other has none, or another one. A server:
+// kUnauthenticated if one end has a cluster key and the other has none, or another one; kInternal,
+// at once too, if OpenSSL fails in this process. A server:
 // kAlreadyExists if the port is taken, kInvalidArgument if the host is not one of this machine's.
 // The server ends with its store, and then its clients get kUnavailable. While it is silent, or
 // cannot be reached, they wait and connect again.
