@@ -116,13 +116,13 @@ NcclCommunicators::NcclCommunicators(std::vector<c10::Device> devices, NcclPlatf
 // The destructor of an event of CUDA makes the device current again that was it before, which then
 // gets a context, for as long as the process lasts.
 NcclCommunicators::Running::~Running() {
-  for (; !ends.empty(); ends.pop_back()) {
+  while (!ends.empty()) {
     c10::OptionalDeviceGuard on_device;
     try {
       if (ends.back().was_marked_for_recording()) on_device.reset_device(ends.back().device());
     } catch (...) {  // NOLINT(bugprone-empty-catch): it ends all the same
     }
-    c10::Event(std::move(ends.back()));
+    ends.pop_back();
   }
 }
 

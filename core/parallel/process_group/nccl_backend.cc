@@ -148,7 +148,7 @@ class Communicator {
     Ending(const char* what, c10::Device device) : what(what), device(device) {}
     ~Ending() {
       const OnDevice on_device(device);  // as for NCCL: an event of CUDA does the same
-      c10::Event(std::move(end));
+      const c10::Event ended = std::move(end);
     }
     Ending(const Ending&) = delete;
     Ending& operator=(const Ending&) = delete;
