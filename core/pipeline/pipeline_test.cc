@@ -2022,6 +2022,44 @@ TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
               AllOf(HasSubstr(unknown), HasSubstr("no answer today")));
 }
 
+// Whoever waits for a step that is stopped behind its list hears an error, and its replicas have to
+// fail with it.
+TEST_P(PipelineReplicasTest, AStepThatIsStoppedBehindItsListEndsTheAverages) {
+  Cluster cluster(Workers(1));
+  const std::vector<Layers> layers = {Layers(1)};
+  const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
+  const DriverOfOneStage driver(cluster[0]);
+  const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
+  const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
+                                    {Action::Kind::kBackward, 0, 0}};
+  // What the forward has made ends behind the list, as that has no backward. Then the driver begins
+  // another step, which stops this one.
+  std::vector<float> ones(16, 1);
+  std::atomic<bool> is_first{true};
+  const auto begin_another = [&](void*) {
+    EXPECT_EQ(driver.Begin(2, /*backward=*/true, both), absl::OkStatus());
+  };
+  const auto stages = PipelineStages::Create(
+      &cluster[0], "model",
+      {{0,
+        {.forward = [&](Tensors in) -> Tensors {
+           Tensors out = layers[0].Forward(0, in);
+           if (is_first.exchange(false)) {
+             out[0] = out[0] * at::from_blob(ones.data(), {16}, begin_another);
+           }
+           return out;
+         },
+         .loss = Loss}}},
+      {.averager = averagers[0]});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  ASSERT_EQ(driver.Begin(1, /*backward=*/true, forward), absl::OkStatus());
+  const std::string why = "has begun another step of pipeline 'model'";
+  EXPECT_THAT(std::string(driver.Run(1).message()), HasSubstr(why));
+  EXPECT_THAT(
+      std::string(driver.Run(2).message()),
+      AllOf(HasSubstr("a step of pipeline 'model' with worker 'worker0' failed"), HasSubstr(why)));
+}
+
 // The last rank averages, and steps, before the first one goes backward.
 TEST_P(PipelineReplicasTest, ARankDoesNotWaitForTheBackwardOfThoseBefore) {
   for (const Schedule& schedule :

@@ -1040,14 +1040,17 @@ void RankStep::Run() {
   context_ = Context();
   std::optional<Promise<Message>> promise;
   DeliveredParcels delivered;  // ends outside the lock
+  bool stopped = false;        // behind its list: whoever waits for the step has heard an error
   {
     // Before anybody hears that the step is over.
     absl::MutexLock lock(&mu_);
+    stopped = state_ == State::kStopping;
     Advance(Event::kEndOfList);
     error_ = result.status();
     promise.swap(promise_);
     delivered.swap(delivered_);
   }
+  if (result.ok() && ran && stopped) FailAverages(cancellation_->why());
   // Ends what is on its way to others, and says why to whoever still sends something.
   if (!result.ok()) Stop(result.status());
   calls_ = nullptr;
