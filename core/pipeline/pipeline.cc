@@ -34,6 +34,8 @@ using Tensors = std::vector<at::Tensor>;
 
 // How long ranks are asked about a step that has failed, once its deadline has passed.
 constexpr absl::Duration kPatience = absl::Seconds(2);
+// How long a worker whose threads are all taken may still serve the end of a step.
+constexpr absl::Duration kEndIsServed = absl::Minutes(1);
 
 // "stages 0, 2 on worker 'front'".
 std::string DescribeRank(const Schedule& schedule, int rank, const std::string& worker) {
@@ -210,6 +212,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     const int count = schedule.micro_batches;
     absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count, schedule.backward);
     if (!cut.ok()) return Annotate(cut.status(), who);
+    DG_RETURN_IF_ERROR(TellAgain(deadline));
     const bool mean = options_.reduction == PipelineOptions::Reduction::kMean;
     int64_t batch = 0;
     for (const int64_t size : cut->sizes) batch += size;
@@ -330,7 +333,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
 }
 
 absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                               const std::vector<bool>& averages, Deadline deadline) const {
+                               const std::vector<bool>& averages, Deadline deadline) {
   const bool is_default = deadline == absl::InfinitePast();
   // Where it is a stage's own deadline that has passed, another worker says so, or its function.
   const std::optional<ErrorOrigin> origin = OriginOf(failure);
@@ -350,10 +353,18 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   // All are asked before any is waited for: one that does not answer takes no time from the others.
   // One that has no step is told, for it may not have been started yet, and keep its stages. One
   // that averages fails its averages, before this step can be taken again.
+  // The call goes on when nobody waits any more: a worker does not serve one that was given up, and
+  // a rank that has not heard would average the next step with the other replicas' one after it.
   std::map<int, Future<Message>> ends;
   const std::vector<std::set<int>> stages = StagesThatStep(schedule);
+  const bool by_default = until == absl::InfinitePast();
+  const Deadline served = by_default ? until : std::max(until, Deadline::After(kEndIsServed));
+  const auto answer_of = [&](const Future<Message>& end) -> absl::StatusOr<Message> {
+    if (by_default || end.WaitUntil(until)) return end.Wait();
+    return absl::DeadlineExceededError("no answer before the deadline");
+  };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    Future<Message> end = Ask(kEndStep, schedule, step, rank, until);
+    Future<Message> end = Ask(kEndStep, schedule, step, rank, served);
     if (!stages[rank].empty() || averages[rank]) ends.emplace(rank, std::move(end));
   }
   std::vector<std::string> notes;
@@ -364,16 +375,17 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   }
   for (auto& [rank, end] : ends) {
     // A call that waits for its answer waits for credit, too.
-    if (absl::IsResourceExhausted(end.Wait().status())) {
+    if (absl::IsResourceExhausted(answer_of(end).status())) {
       end = Ask(kEndStep, schedule, step, rank, std::max(until, Deadline::After(kPatience)),
                 /*waits=*/true);
     }
   }
   for (const auto& [rank, end] : ends) {
-    const absl::StatusOr<Message>& answer = end.Wait();
+    const absl::StatusOr<Message> answer = answer_of(end);
     const absl::StatusOr<Stepped> stepped =
         answer.ok() ? DecodeStepped(answer->payload) : answer.status();
     if (averages[rank] && !answer.ok()) {
+      untold_[rank] = step;
       notes.push_back(absl::StrCat(
           "worker '", options_.workers[rank],
           "' may not have failed its average over the replicas, so that no step may be taken with "
@@ -388,6 +400,24 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   if (notes.empty()) return failure;
   return Annotate(failure,
                   absl::StrCat("pipeline '", options_.name, "': ", absl::StrJoin(notes, ", ")));
+}
+
+absl::Status Pipeline::TellAgain(Deadline deadline) {
+  while (!untold_.empty()) {
+    const auto [rank, step] = *untold_.begin();
+    const Future<Message> end =
+        Ask(kEndStep, options_.schedule, step, rank, deadline, /*waits=*/true);
+    const absl::Status& told = end.Wait().status();
+    // A worker that has come back, or has had many steps of others since, has no such step.
+    if (!told.ok() && !absl::IsNotFound(told) && !absl::IsFailedPrecondition(told)) {
+      return Annotate(
+          told, absl::StrCat("worker '", options_.workers[rank], "' of pipeline '", options_.name,
+                             "' may not have failed its average over the replicas, "
+                             "and has not answered that a step has failed"));
+    }
+    untold_.erase(untold_.begin());
+  }
+  return absl::OkStatus();
 }
 
 void Pipeline::GiveBack(const Schedule& schedule, uint64_t step,

@@ -15,6 +15,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -80,7 +81,9 @@ class Pipeline {
   // which stages have stepped. It waits for that until the deadline, or, where that is the default,
   // for another WorkerOptions::timeout; once the deadline has passed, for 2 seconds. For a worker
   // that has not answered by then, or is lost, the error says that it does not know: a step that
-  // was in the middle there goes on.
+  // was in the middle there goes on. For as long it waits for workers that average over replicas
+  // (PipelineStagesOptions::averager) to fail their averages; one that has not answered by then is
+  // asked again before the next step, which fails if it does not answer then, either.
   absl::StatusOr<PipelineResult> Train(const Context& context, std::vector<at::Tensor> inputs,
                                        std::vector<at::Tensor> targets,
                                        Deadline deadline = absl::InfinitePast());
@@ -100,9 +103,12 @@ class Pipeline {
   // Puts before an error what the ranks say of the step that it has ended: where a deadline has
   // ended it, what each was doing; and which stages have taken their optimizer's step. Waits until
   // none of them is in it, and none begins it any more; and until the ranks that average over
-  // replicas (by rank) have failed their averages. Names those of which it does not know that.
+  // replicas (by rank) have failed their averages. Names those of which it does not know that, and
+  // puts them into untold_.
   absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                       const std::vector<bool>& averages, Deadline deadline) const;
+                       const std::vector<bool>& averages, Deadline deadline);
+  // Tells those in untold_ once more.
+  absl::Status TellAgain(Deadline deadline);
   // Lets others have the stages of a step that will not be started.
   void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
   // Calls a function about that step on a rank's worker. `waits`: also for credit, here.
@@ -114,6 +120,9 @@ class Pipeline {
   const PipelineOptions options_;
   const Schedule evaluation_;
   std::atomic<bool> runs_{false};
+  // Of the step that runs. The ranks that may not have heard that a step has failed, with its
+  // number, and would average the next one with another step of the other replicas.
+  std::map<int, uint64_t> untold_;
 };
 
 }  // namespace distgrad

@@ -1991,19 +1991,22 @@ TEST_P(PipelineReplicasTest, AStepThatFailsWhenAllAveragesAreDoneEndsThem) {
 // The ranks have done all, and yet the step has failed for who takes it. One that averages and does
 // not hear of that would go on with a good group.
 TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
-  std::atomic<int> ends{0};
+  std::atomic<int> begins{0}, ends{0};
   Cluster cluster(Workers(1));
   const auto answer = [&](absl::string_view function, const RequestHandler& handler) {
     EXPECT_EQ(cluster[0].RegisterOwn(absl::StrCat(function, "model"), handler), absl::OkStatus());
   };
   const auto nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
-  answer(kBeginStep, [](Request&) -> absl::StatusOr<Message> {
+  answer(kBeginStep, [&](Request&) -> absl::StatusOr<Message> {
+    ++begins;
     return Message{EncodeBegun({.averages = true}), {}};
   });
   answer(kDeliver, nothing);
   answer(kRunStep, nothing);
   answer(kEndStep, [&](Request&) -> absl::StatusOr<Message> {
-    if (++ends > 1) return absl::UnavailableError("no answer today");
+    const int end = ++ends;
+    if (end == 2 || end == 3) return absl::UnavailableError("no answer today");
+    if (end == 4) return absl::NotFoundError("the worker is a new one");
     return Message{EncodeStepped({}), {}};
   });
   const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
@@ -2020,6 +2023,96 @@ TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
   EXPECT_EQ(ends, 2);
   EXPECT_THAT(std::string(untold.message()),
               AllOf(HasSubstr(unknown), HasSubstr("no answer today")));
+  // No other step begins before it has heard of that, or has no such step any more.
+  EXPECT_EQ(begins, 2);
+  const absl::Status refused = train();
+  EXPECT_EQ(begins, 2);
+  EXPECT_EQ(ends, 3);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable) << refused;
+  EXPECT_THAT(
+      std::string(refused.message()),
+      AllOf(HasSubstr("worker 'worker0' of pipeline 'model' may not have failed its average "
+                      "over the replicas"),
+            HasSubstr("no answer today")));
+  const absl::Status begun = train();
+  EXPECT_EQ(begins, 3);
+  EXPECT_EQ(ends, 5);  // of the step before, and of this one
+  EXPECT_THAT(std::string(begun.message()), Not(HasSubstr(unknown)));
+}
+
+// A worker whose threads are all taken does not serve in time that the step has failed. It hears of
+// that yet, and before the step is taken again.
+TEST_P(PipelineReplicasTest, AnEndThatIsServedLateEndsTheAveragesYet) {
+  const Schedule schedule = *OneForwardOneBackward(2, 1);
+  const ClusterOptions workers = Workers(2);
+  // Where a machine has much to do the deadline may pass before the last rank has averaged: then
+  // there is more time for the next try.
+  std::atomic<bool> is_late{false};
+  for (absl::Duration limit = absl::Seconds(2); !is_late; limit *= 2) {
+    ASSERT_LT(limit, absl::Minutes(1));
+    Cluster cluster(workers);
+    const std::vector<Layers> of_replica = {Layers(2)};
+    for (at::Tensor parameter : of_replica[0].Of(0)) parameter.requires_grad_(false);
+    const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+    std::atomic<size_t> taken{0};
+    absl::Notification all_are_taken, returned;
+    const auto take = [&](Request&) -> absl::StatusOr<Message> {
+      if (++taken == workers.thread_count) all_are_taken.Notify();
+      returned.WaitForNotification();
+      return Message();
+    };
+    ASSERT_EQ(cluster[1].Register("take", take), absl::OkStatus());
+    const Deadline deadline = Deadline::After(limit);
+    std::vector<Future<Message>> taking;
+    std::atomic<bool> is_first{true};
+    const Action last = schedule.lists[0].back();
+    // The last rank has averaged, and all threads that would serve it are taken, when the first one
+    // is late.
+    const auto be_late = [&](const StageSpan& span) {
+      if (span.action.kind != last.kind || !is_first.exchange(false)) return;
+      absl::StatusOr<Message> state;
+      do {
+        state = cluster[0].Call(WorkerName(1), absl::StrCat(kDescribe, "model"),
+                                {EncodeStepRef({.step = span.step, .first_stage = 1}), {}});
+        if (deadline.Passed()) return;
+      } while (state.ok() && state->payload != "is at the end of its list");
+      EXPECT_TRUE(state.ok()) << state.status();
+      for (size_t i = 0; i < workers.thread_count; ++i) {
+        taking.push_back(cluster[0].CallAsync(WorkerName(1), "take", Message()));
+      }
+      all_are_taken.WaitForNotification();
+      is_late = !deadline.Passed();
+      returned.WaitForNotification();
+    };
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int s = 0; s < 2; ++s) {
+      PipelineStagesOptions options = {.averager = s == 1 ? averagers[s] : nullptr};
+      if (s == 0) options.on_action = be_late;
+      made.push_back(*PipelineStages::Create(
+          &cluster[s], "model",
+          {{s,
+            {.forward = [&, s](Tensors in) { return of_replica[0].Forward(s, std::move(in)); },
+             .loss = Loss}}},
+          options));
+    }
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const auto train = [&](Deadline until) {
+      const Context context = cluster[0].NewContext();
+      return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}, until).status();
+    };
+    const absl::Status late = train(deadline);
+    returned.Notify();
+    const absl::Status again = train(absl::InfinitePast());
+    made.clear();  // the function has ended
+    for (const Future<Message>& call : taking) EXPECT_EQ(call.Wait().status(), absl::OkStatus());
+    if (!is_late) continue;
+    EXPECT_EQ(late.code(), absl::StatusCode::kDeadlineExceeded) << late;
+    EXPECT_THAT(std::string(late.message()),
+                HasSubstr("worker 'worker1' may not have failed its average over the replicas"));
+    EXPECT_THAT(std::string(again.message()),
+                HasSubstr("a step of pipeline 'model' with worker 'worker1' failed"))
+        << again;
+  }
 }
 
 // Whoever waits for a step that is stopped behind its list hears an error, and its replicas have to
