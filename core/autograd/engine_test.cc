@@ -254,6 +254,49 @@ TEST_F(EngineTest, AGradientDoesNotWaitForLongForOthers) {
   EXPECT_LT(gradients.size(), 50u) << "they travel together all the same";
 }
 
+// The micro-batches of a pipeline: the gradients of all of them have come, and wait in the queue.
+TEST_F(EngineTest, AGradientLeavesBeforeTheNextOfTheQueueIsRun) {
+  const auto context = contexts_.New();
+  int run = 0;
+  std::vector<Notice> gradients;
+  for (int m = 0; m < 4; ++m) {
+    const at::Tensor hooked = Receive(context, kPeer, m + 1) * 2;
+    hooked.register_hook([&](const at::Tensor&) {
+      const std::vector<size_t> left = network_.TakeGradients();
+      if (run++ == 0) {
+        EXPECT_THAT(left, IsEmpty());
+      } else {
+        EXPECT_THAT(left, ElementsAre(1)) << "micro-batch " << run;
+      }
+    });
+    const absl::StatusOr<EdgeId> edge =
+        engine_.RecordSend(*context, kPeer, Engine::MakeSend({hooked}));
+    ASSERT_TRUE(edge.ok()) << edge.status();
+    gradients.push_back({.kind = Notice::Kind::kEdge,
+                         .context = context->id(),
+                         .edge = *edge,
+                         .gradients = {at::ones({2})},
+                         .reached = {true}});
+  }
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  engine_.Backward(context, {(leaf * 3).sum()}, {.deadline = absl::InfiniteFuture()},
+                   /*run_here=*/true);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_EQ(sent.size(), 1u);
+  // No gradient is taken before all have come.
+  absl::Notification all_have_come;
+  pool_.Schedule([&] { all_have_come.WaitForNotification(); });
+  for (Notice& gradient : gradients) {
+    gradient.pass = sent[0].notices.front().pass;
+    Deliver(kPeer, gradient);
+  }
+  EXPECT_EQ(run, 0);
+  all_have_come.Notify();
+  AwaitPool();
+  EXPECT_EQ(run, 4);
+  EXPECT_THAT(network_.TakeGradients(), ElementsAre(1)) << "the last";
+}
+
 // ------------------------------------------------------------------------------ Whose thread it is
 
 // What its thread is to run deferred has been run elsewhere before the thread goes on: as if the
