@@ -196,7 +196,8 @@ impl GradientAveragerOptions {
 
     /// Creates an averager, with the same parameters and buffers on every rank but for their
     /// values, which become those of rank 0. A parameter that does not require grad now (a frozen
-    /// one) is left out of all averages, also if it is trained later. Waits for all ranks.
+    /// one) is left out of all averages; once it requires grad averages fail on every rank, with
+    /// an error that names it. Waits for all ranks.
     ///
     /// `Code::InvalidArgument`, on every rank, names the first tensor that differs.
     #[doc(alias = "dg_gradient_averager_create")]

@@ -777,7 +777,10 @@ impl<'w> Pipeline<'w> {
     /// which stages have stepped. It waits for that until the deadline, or, where that is the
     /// default, for another timeout of the worker's options; once the deadline has passed, for 2
     /// seconds. For a worker that has not answered by then, or is lost, the error says that it does
-    /// not know: a step that was in the middle there goes on.
+    /// not know: a step that was in the middle there goes on. For as long it waits for workers that
+    /// average over replicas ([`PipelineStagesOptions::averager`]) to fail their averages; one that
+    /// has not answered by then is asked again before the next step, which fails if it does not
+    /// answer then, either.
     #[doc(alias = "dg_pipeline_train")]
     pub fn train(
         &self,

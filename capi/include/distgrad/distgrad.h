@@ -1703,7 +1703,9 @@ typedef struct dg_pipeline_run_options {
  * have stepped. It waits for that until the deadline, or, where timeout_ms is 0, for another
  * timeout of dg_worker_options; once the deadline has passed, for 2 seconds. For a worker that has
  * not answered by then, or is lost, the error says that it does not know: a step that was in the
- * middle there goes on. */
+ * middle there goes on. For as long it waits for workers that average over replicas
+ * (dg_pipeline_stages_options.averager) to fail their averages; one that has not answered by then
+ * is asked again before the next step, which fails if it does not answer then, either. */
 DG_API DG_MUST_USE dg_error* dg_pipeline_train(const dg_pipeline* pipeline,
                                                const dg_context* context,
                                                const dg_tensor* const* inputs, size_t input_count,
@@ -1904,8 +1906,9 @@ typedef struct dg_gradient_averager_options {
 
 /* Creates an averager, with the same parameters and buffers on every rank but for their values,
  * which become those of rank 0. A parameter that does not require grad now (a frozen one) is left
- * out of all averages, also if it is trained later. DG_INVALID_ARGUMENT, on every rank, names the
- * first tensor that differs. Keeps the group alive. Waits for all ranks. */
+ * out of all averages; once it requires grad averages fail on every rank, with an error that names
+ * it. DG_INVALID_ARGUMENT, on every rank, names the first tensor that differs. Keeps the group
+ * alive. Waits for all ranks. */
 DG_API DG_MUST_USE dg_error* dg_gradient_averager_create(
     dg_process_group* group, const dg_tensor* const* parameters, size_t parameter_count,
     const dg_gradient_averager_options* options, dg_gradient_averager** out) DG_NOEXCEPT;

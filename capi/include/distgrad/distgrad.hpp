@@ -1728,7 +1728,8 @@ class ProcessGroup {
 
 class GradientAverager {
  public:
-  // Parameters that do not require grad now are left out of all averages.
+  // Parameters that do not require grad now are left out of all averages; once one of them requires
+  // grad averages fail on every rank, with an error that names it.
   GradientAverager(
       ProcessGroup& group, const std::vector<Tensor>& parameters,
       const dg_gradient_averager_options& options = DG_GRADIENT_AVERAGER_OPTIONS_INIT) {
