@@ -83,7 +83,7 @@ fn on_each(test: impl Fn(&dyn Executor)) {
     let one = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let handle = one.handle().clone();
     let (end, ended) = smol::channel::bounded::<()>(1);
-    let thread = std::thread::spawn(move || drop(one.block_on(ended.recv())));
+    let thread = std::thread::spawn(move || one.block_on(ended.recv()).unwrap_err());
     test(&Tokio(handle));
     drop(end);
     thread.join().unwrap();
