@@ -5,15 +5,16 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <optional>
 #include <thread>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
+#include "core/parallel/nccl/current_device.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -94,14 +95,7 @@ absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclCommunicators::Create(
   }
   DG_RETURN_IF_ERROR(made->AwaitReady("setting up", timeout));
   if (made->own_clock_ != nullptr) {
-    // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the first's kernels.
-    // Waited for: TryLeave() knows only timers that watch, and CUDA may be unloaded after it.
-    absl::Notification is_current;
-    made->own_clock_->At(made->own_clock_->Now(), [first = made->devices_[0], &is_current] {
-      GuardOf(first).uncheckedSetDevice(first);
-      is_current.Notify();
-    });
-    is_current.WaitForNotification();
+    MakeCurrentDevice(made->devices_[0], made->own_clock_.get());
   }
   return made;
 }
@@ -113,15 +107,10 @@ NcclCommunicators::NcclCommunicators(std::vector<c10::Device> devices, NcclPlatf
       order_(std::move(order)),
       name_(NameOf(devices_)) {}
 
-// The destructor of an event of CUDA makes the device current again that was it before, which then
-// gets a context, for as long as the process lasts.
 NcclCommunicators::Running::~Running() {
   while (!ends.empty()) {
-    c10::OptionalDeviceGuard on_device;
-    try {
-      if (ends.back().was_marked_for_recording()) on_device.reset_device(ends.back().device());
-    } catch (...) {  // NOLINT(bugprone-empty-catch): it ends all the same
-    }
+    std::optional<OnDevice> on_device;
+    if (ends.back().was_marked_for_recording()) on_device.emplace(ends.back().device());
     ends.pop_back();
   }
 }

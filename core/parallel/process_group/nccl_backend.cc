@@ -26,13 +26,13 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/parallel/nccl/current_device.h"
 #include "core/parallel/nccl/real_nccl_group.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/tensor/exception.h"
@@ -59,24 +59,6 @@ const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
   return *c10::impl::getDeviceGuardImpl(device.type());
 }
 
-// Makes the device the current one, for NCCL's sake: when it has ended a communicator it makes the
-// device current again that was it before, and a process of rank 1 would have a context on the GPU
-// of rank 0, for ever. An error of CUDA hinders no end: NCCL does without.
-class OnDevice {
- public:
-  explicit OnDevice(c10::Device device) {
-    try {
-      guard_.emplace(device);
-    } catch (...) {
-      DG_LOG(WARNING) << "NCCL of " << device.str() << ": "
-                      << StatusFromException(std::current_exception());
-    }
-  }
-
- private:
-  std::optional<c10::DeviceGuard> guard_;
-};
-
 absl::Status Left() { return absl::UnavailableError("NCCL: the group was left"); }
 
 // Aborts are heard of as errors; a sum that was aborted is worth nothing. Thread-safe.
@@ -91,16 +73,7 @@ class Communicator {
         own_aborts_(place.clock != nullptr ? nullptr : ValueOrThrow(NewSystemClock())),
         queries_(place.clock != nullptr ? place.clock : own_queries_.get()),
         aborts_(place.clock != nullptr ? place.clock : own_aborts_.get()) {
-    // Then an abort by a deadline calls nothing of CUDA before NCCL has ended the kernels. Waited
-    // for: a program may exit when the group is there, and CUDA is unloaded then.
-    if (place.clock == nullptr) {
-      absl::Notification is_current;
-      aborts_->At(aborts_->Now(), [device, &is_current] {
-        GuardOf(device).uncheckedSetDevice(device);
-        is_current.Notify();
-      });
-      is_current.WaitForNotification();
-    }
+    if (place.clock == nullptr) MakeCurrentDevice(device, aborts_);
   }
   ~Communicator() { Abort(Left()); }
 

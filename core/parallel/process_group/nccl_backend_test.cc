@@ -11,7 +11,6 @@
 #include <torch/types.h>
 
 #include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -24,8 +23,8 @@
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/parallel/process_group/process_group.h"
-#include "core/tensor/exception.h"
 #include "tests/testing/held_stream.h"
+#include "tests/testing/status_of.h"
 
 namespace distgrad {
 namespace {
@@ -104,15 +103,6 @@ TEST(NcclBackendTest, ASumWhoseStreamIsHeldIsAbortedASecondAfterItsDeadline) {
   aborts.join();
   EXPECT_THROW(work->wait(), std::exception);
   EXPECT_THROW(alone.backend->allreduce(tensors), std::exception);
-}
-
-absl::Status StatusOf(const std::function<void()>& run) {
-  try {
-    run();
-    return absl::OkStatus();
-  } catch (...) {
-    return StatusFromException(std::current_exception());
-  }
 }
 
 // A graph of torch's own, in its default mode, which ends where any thread does what is not safe

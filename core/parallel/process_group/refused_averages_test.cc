@@ -22,8 +22,8 @@
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/new_backend.h"
 #include "core/parallel/process_group/process_group.h"
-#include "core/tensor/exception.h"
 #include "tests/testing/ranks.h"
+#include "tests/testing/status_of.h"
 
 namespace distgrad {
 
@@ -79,15 +79,6 @@ std::unique_ptr<GradientAverager> NewAverager(const Group& group,
       {.bucket_bytes = 64, .first_bucket_bytes = 16, .in_backward = in_backward});
   EXPECT_TRUE(averager.ok()) << averager.status();
   return averager.ok() ? *std::move(averager) : nullptr;
-}
-
-absl::Status StatusOf(const std::function<void()>& run) {
-  try {
-    run();
-    return absl::OkStatus();
-  } catch (...) {
-    return StatusFromException(std::current_exception());
-  }
 }
 
 TEST(RefusedAveragesTest, ABackwardMayBeDoneAgainOutsideOfTheCapture) {

@@ -1,0 +1,32 @@
+// Guards that let nothing out, and a timer that is waited for.
+#include "core/parallel/nccl/current_device.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <exception>
+
+#include "absl/synchronization/notification.h"
+#include "core/base/log.h"
+#include "core/tensor/exception.h"
+
+namespace distgrad {
+
+OnDevice::OnDevice(c10::Device device) {
+  try {
+    guard_.emplace(device);
+  } catch (...) {
+    DG_LOG(WARNING) << "NCCL of " << device.str() << ": "
+                    << StatusFromException(std::current_exception());
+  }
+}
+
+void MakeCurrentDevice(c10::Device device, Clock* clock) {
+  absl::Notification is_current;
+  clock->At(clock->Now(), [device, &is_current] {
+    c10::impl::getDeviceGuardImpl(device.type())->uncheckedSetDevice(device);
+    is_current.Notify();
+  });
+  is_current.WaitForNotification();
+}
+
+}  // namespace distgrad
