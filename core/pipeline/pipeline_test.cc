@@ -1611,6 +1611,15 @@ class PipelineReplicasTest : public PipelineTest {
  protected:
   static constexpr int kReplicas = 2;
 
+  // Two stages for each replica, of which the first is not trained.
+  static std::vector<Layers> WithFrozenFirstStage() {
+    std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+    for (const Layers& layers : of_replica) {
+      for (at::Tensor parameter : layers.Of(0)) parameter.requires_grad_(false);
+    }
+    return of_replica;
+  }
+
   // For each worker an averager of its layers over those that have the same rank; and of one more
   // parameter, where there are some, by worker.
   static std::vector<std::shared_ptr<GradientAverager>> MakeAveragers(
@@ -1943,10 +1952,7 @@ TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
 TEST_P(PipelineReplicasTest, AStepThatFailsWhenAllAveragesAreDoneEndsThem) {
   const Schedule schedule = *OneForwardOneBackward(2, 2);
   Cluster cluster(Workers(kReplicas * 2));
-  const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
-  for (const Layers& layers : of_replica) {
-    for (at::Tensor parameter : layers.Of(0)) parameter.requires_grad_(false);
-  }
+  const std::vector<Layers> of_replica = WithFrozenFirstStage();
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::atomic<bool> throws{true};
   const Action last = schedule.lists[0].back();
@@ -2307,10 +2313,7 @@ TEST_P(PipelineReplicasTest, AParameterThatNoAveragerHasIsNamed) {
 TEST_P(PipelineReplicasTest, AWorkerWhoseStagesAreFrozenNeedsNoAverager) {
   const Schedule schedule = *OneForwardOneBackward(2, 2);
   Cluster cluster(Workers(kReplicas * 2));
-  const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
-  for (const Layers& layers : of_replica) {
-    for (at::Tensor parameter : layers.Of(0)) parameter.requires_grad_(false);
-  }
+  const std::vector<Layers> of_replica = WithFrozenFirstStage();
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {

@@ -740,6 +740,13 @@ TEST(TcpStoreTest, AStoreThatHasForgottenIsNotTaken) {
   }
 }
 
+// Waits for the next client; invalid once the listener is shut down.
+Socket AcceptNext(const Socket& listener) {
+  pollfd entry = {listener.fd(), POLLIN, 0};
+  poll(&entry, 1, -1);
+  return Socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
 // Stands between a client and a server, and cuts connections when so many bytes of answers have
 // come through; in the midst of a number, or when the server has answered and nobody has heard it.
 // Without a seed only where LoseNextAnswer() says so.
@@ -771,9 +778,7 @@ class CuttingProxy {
 
   void Run() {
     for (;;) {
-      pollfd entry = {listener_.fd(), POLLIN, 0};
-      poll(&entry, 1, -1);
-      Socket client(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      Socket client = AcceptNext(listener_);
       if (!client.valid()) return;
       // The bytes of every second connection are enough for its handshake and an answer.
       int bytes = std::uniform_int_distribution(0, 400)(random_);
@@ -1177,9 +1182,7 @@ class EndsInTls {
  private:
   void Run() {
     for (;;) {
-      pollfd entry = {listener_.fd(), POLLIN, 0};
-      poll(&entry, 1, -1);
-      Socket client(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      Socket client = AcceptNext(listener_);
       if (!client.valid()) return;
       Handshake handshake =
           Handshake::Create(Handshake::Role::kServer, "", kStoreToken, /*certificates=*/true)
