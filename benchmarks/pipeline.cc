@@ -39,6 +39,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "benchmarks/pytorch_side.h"
@@ -331,14 +332,17 @@ struct Contender {
       : name(std::move(its_name)), run(std::move(its_run)), at_most(its_at_most) {}
 };
 
-// The median of a contender's rates by those of another one in the same rounds: what slows the
-// machine down for some seconds slows both.
-double MedianRatio(const Contender& one, const Contender& other) {
+// The median of a contender's rates by those of another one in the same rounds, and the least and
+// the most of them: what slows the machine down for some seconds slows both.
+std::string RatioOf(const Contender& one, const Contender& other) {
   std::vector<double> ratios;
   for (size_t i = 0; i < std::min(one.rates.size(), other.rates.size()); ++i) {
     if (one.rates[i] > 0 && other.rates[i] > 0) ratios.push_back(one.rates[i] / other.rates[i]);
   }
-  return Median(std::move(ratios));
+  if (ratios.empty()) return "not measured";
+  const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
+  const std::string range = absl::StrFormat(" (%.2f to %.2f)", *least, *most);
+  return absl::StrFormat("%.2f", Median(ratios)) + (ratios.size() > 1 ? range : "");
 }
 
 void ReportSplit(SplitJob job) {
@@ -412,8 +416,10 @@ void ReportSplit(SplitJob job) {
   for (const Contender& one : all) {
     if (one.rates.empty()) continue;
     std::printf("%-44s %8.0f", one.name.c_str(), Median(one.rates));
-    if (!all[0].rates.empty()) std::printf(", %.2f of one process", MedianRatio(one, all[0]));
-    if (!all[1].rates.empty()) std::printf(", %.2f of not waiting", MedianRatio(one, all[1]));
+    if (!all[0].rates.empty()) std::printf(", %s of one process", RatioOf(one, all[0]).c_str());
+    if (!all[1].rates.empty()) {
+      std::printf(", %s of not waiting", RatioOf(one, all[1]).c_str());
+    }
     if (one.at_most > 0) std::printf(" (at most %.2f)", one.at_most);
     std::printf("\n");
   }
