@@ -61,6 +61,8 @@ absl::StatusOr<c10::OperatorHandle> Find(absl::string_view name) {
   const size_t dot = name.find('.', colons);
   c10::OperatorName wanted(std::string(name.substr(0, dot)),
                            dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1)));
+  // One name for each operator: a check that knows one by its name is not to be passed by another.
+  if (dot != absl::string_view::npos && wanted.overload_name.empty()) return NotFound(name, wanted);
   std::optional<c10::OperatorHandle> found = c10::Dispatcher::singleton().findSchema(wanted);
   if (!found.has_value()) return NotFound(name, wanted);
   return *found;

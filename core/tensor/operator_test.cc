@@ -130,6 +130,12 @@ TEST(CallOperator, InPlaceAndOut) {
   EXPECT_EQ(CallError("aten::add_.Tensor", {1, a}).code(), absl::StatusCode::kInvalidArgument);
 }
 
+// The dispatcher would take the other for the same; a check that goes by names would not.
+TEST(CallOperator, AnOperatorWithoutAnOverloadHasOneName) {
+  EXPECT_TRUE(CallOperator("aten::neg", {at::ones({1})}).ok());
+  EXPECT_EQ(CallError("aten::neg.", {at::ones({1})}).code(), absl::StatusCode::kNotFound);
+}
+
 TEST(CallOperator, UnknownNames) {
   auto message = [](absl::string_view name) {
     absl::Status status = CallError(name, {});
