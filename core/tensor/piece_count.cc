@@ -28,6 +28,7 @@ enum class Cut {
   kGroups,    // so many groups of channels, of which each is a convolution
   kSteps,     // one for each step, and for each layer, of a recurrent network
   kNumbers,   // one for each number that a point has, of which there is a histogram
+  kTimes,     // one for each time that it is done again, of which autograd keeps all
 };
 
 std::optional<Cut> CutOf(absl::string_view name) {
@@ -45,6 +46,7 @@ std::optional<Cut> CutOf(absl::string_view name) {
   if (absl::StrContains(name, "conv")) return Cut::kGroups;
   if (name == "rnn_tanh" || name == "rnn_relu") return Cut::kSteps;
   if (name == "histogramdd") return Cut::kNumbers;
+  if (name == "diff") return Cut::kTimes;
   return std::nullopt;
 }
 
@@ -275,7 +277,9 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
   const std::optional<Cut> cut = CutOf(name);
   if (cut == Cut::kGroups) return GroupsOf(name, args);
   if (cut == Cut::kSteps) return StepsOf(name, args);
-  if (cut == Cut::kAtOnce) return args.size() < 2 ? 0 : IntOf(args[1]).value_or(0);
+  if (cut == Cut::kAtOnce || cut == Cut::kTimes) {
+    return args.size() < 2 ? 0 : IntOf(args[1]).value_or(0);
+  }
   if (!cut.has_value() || args.empty() || !args[0].isTensor()) return 0;
   const at::Tensor& tensor = args[0].toTensor();
   if (!tensor.defined()) return 0;

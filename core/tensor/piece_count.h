@@ -17,8 +17,9 @@ namespace distgrad {
 
 // Whether operators of that name, in all their overloads, make so many tensors as a size of a
 // tensor, or a number that is given, says: split, unbind and the like, which return them, and
-// combinations, convolutions in groups, recurrent networks and histograms of points, which do not.
-// They take memory though all their elements together take none.
+// combinations, convolutions in groups, recurrent networks, histograms of points and differences that
+// are taken again and again, which do not. They take memory though all their elements together take
+// none.
 bool CutsIntoPieces(absl::string_view name);
 
 // How many these are. 0 for all other operators, and for arguments that it does not take.

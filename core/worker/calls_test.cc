@@ -728,6 +728,9 @@ TEST_P(CallsTest, HowManyTensorsAnOperatorNeedsIsBounded) {
   };
   const at::Tensor x = at::ones({1});
   expect("aten::combinations", {x, int64_t{1} << 40}, "1099511627776");
+  // Autograd keeps what each difference is made of, though it has no elements.
+  expect("aten::diff", {at::zeros({200, 0}), 101, 0}, "101");
+  EXPECT_TRUE(worker(0).CallOp(1, "aten::diff", {at::zeros({200, 0}), 100, 0}).ok());
   const at::Tensor weight = at::ones({101, 1, 1}, at::kDouble);
   const at::Tensor input = at::ones({1, 101, 1}, at::kDouble);
   const std::vector<int64_t> one = {1}, zero = {0};
