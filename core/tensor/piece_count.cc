@@ -310,6 +310,9 @@ int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   name = name.substr(0, name.find('.'));
   if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
   if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
+  if (name == "median" || name == "nanmedian") {
+    return ElementListBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
+  }
   if (absl::StartsWith(name, "fft_")) return TransformsBytes(name, args);
   if (name == "stft" || name == "istft") return FramesBytes(args);
   if (name == "unique_dim" || name == "unique_dim_consecutive") {

@@ -17,9 +17,9 @@ namespace distgrad {
 
 // Whether operators of that name, in all their overloads, make so many tensors as a size of a
 // tensor, or a number that is given, says: split, unbind and the like, which return them, and
-// combinations, convolutions in groups, recurrent networks, histograms of points and differences that
-// are taken again and again, which do not. They take memory though all their elements together take
-// none.
+// combinations, convolutions in groups, recurrent networks, histograms of points and differences
+// that are taken again and again, which do not. They take memory though all their elements together
+// take none.
 bool CutsIntoPieces(absl::string_view name);
 
 // How many these are. 0 for all other operators, and for arguments that it does not take.
@@ -29,8 +29,8 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 // number n of tensors, though each has but one element: the sizes and strides of the n views of n
 // dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it, with what
 // autograd keeps of each; and the costs of all products of neighbours of `linalg_multi_dot` and
-// `chain_matmul`. `topk` and `mode` make one, on each thread, of the elements of a dimension.
-// `unique_dim` and its kin make a tensor for each place in a dimension, of which there may be more
+// `chain_matmul`. `topk`, `mode`, `median` and `nanmedian` make one, on each thread, of the
+// elements of a dimension. `unique_dim` and its kin make a tensor for each place in a dimension, of which there may be more
 // than tensors in a message. `fft_fft` and its kin, `stft` and `istft` compute a length with a
 // large prime factor by longer ones; and `meshgrid` puts a tensor that it does not take into its
 // error, as text. 0 for all other operators, for tensors of CUDA, whose operators do without these

@@ -130,6 +130,19 @@ TEST(PieceCountTest, TransformsOfFramesCountToo) {
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{View({kPrime, 16})}), 0);
 }
 
+// Of one byte for each element, say, it makes eight.
+TEST(PieceCountTest, ListsOfMediansCount) {
+  const at::Tensor bytes = at::ones({1000, 3}, at::kByte);
+  for (const std::string name : {"median", "nanmedian"}) {
+    const auto count = [&](const Values& args) {
+      return CountListBytes(absl::StrCat("aten::", name, args.size() > 1 ? ".dim" : ""), args);
+    };
+    EXPECT_GE(count(Values{bytes, 0}), 1000 * 8) << name;
+    EXPECT_LT(count(Values{bytes, 1}), 1000) << name;
+    EXPECT_EQ(count(Values{bytes}), 0) << name;
+  }
+}
+
 // Its error has a tensor with more than one dimension as a text.
 TEST(PieceCountTest, WhatMeshgridRefusesCountsAsText) {
   const auto count = [](const at::Tensor& tensor) {
