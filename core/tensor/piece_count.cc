@@ -252,6 +252,53 @@ int64_t TensorTextBytes(absl::Span<const c10::IValue> args) {
   return most;
 }
 
+// Of lists of all places of a dimension of a sparse tensor, which may be any number: a product of
+// two (`mm`, and what multiplies by it) makes three of the columns, `to_sparse_bsr` one.
+int64_t SparseListBytes(absl::Span<const c10::IValue> args) {
+  constexpr int64_t kBytesOfEach = 32;
+  int64_t most = 0;
+  ForEachTensor(args, [&most](const at::Tensor& tensor, size_t) {
+    if (tensor.layout() != at::kSparse || tensor.is_cuda()) return;
+    for (const int64_t size : tensor.sizes()) most = std::max(most, Times(size, kBytesOfEach));
+  });
+  return most;
+}
+
+// What operators of that name make.
+int64_t NamedListBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
+  if (!absl::ConsumePrefix(&name, "aten::") || args.empty()) return 0;
+  name = name.substr(0, name.find('.'));
+  if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
+  if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
+  if (name == "median" || name == "nanmedian") {
+    return ElementListBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
+  }
+  if (absl::StartsWith(name, "fft_")) return TransformsBytes(name, args);
+  if (name == "stft" || name == "istft") return FramesBytes(args);
+  if (name == "unique_dim" || name == "unique_dim_consecutive") {
+    return PlaceTensorBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
+  }
+  if (name == "unique_consecutive") {
+    return PlaceTensorBytes(DimensionOf(args, 3, /*usual=*/std::nullopt));
+  }
+  // For each of n tensors a view of n dimensions: its sizes and strides, and what autograd keeps of
+  // them to compute gradients and to make the view anew.
+  constexpr int64_t kBytesOfView = 96;
+  // What a product of neighbours costs, and where it is best divided.
+  constexpr int64_t kBytesOfProduct = 2 * sizeof(int64_t);
+  const int64_t length = args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
+  const auto square = [](int64_t count, int64_t bytes) {
+    return count <= 0 ? 0 : Times(count, Times(count, bytes));
+  };
+  if (name == "combinations") {
+    return square(args.size() > 1 ? IntOf(args[1]).value_or(0) : 0, kBytesOfView);
+  }
+  if (name == "meshgrid") return std::max(square(length, kBytesOfView), TensorTextBytes(args));
+  if (name == "cartesian_prod") return square(length, kBytesOfView);
+  if (name == "linalg_multi_dot" || name == "chain_matmul") return square(length, kBytesOfProduct);
+  return 0;
+}
+
 // Whether it gives a tensor other sizes and strides in place, and writes to no element. `resize_`
 // and `resize_as_`, which libtorch marks as such too, may take more memory, and take a view in
 // which one element stands for many to have memory for each. piece_count_test.cc looks for others.
@@ -306,37 +353,7 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
 }
 
 int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
-  if (!absl::ConsumePrefix(&name, "aten::") || args.empty()) return 0;
-  name = name.substr(0, name.find('.'));
-  if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
-  if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
-  if (name == "median" || name == "nanmedian") {
-    return ElementListBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
-  }
-  if (absl::StartsWith(name, "fft_")) return TransformsBytes(name, args);
-  if (name == "stft" || name == "istft") return FramesBytes(args);
-  if (name == "unique_dim" || name == "unique_dim_consecutive") {
-    return PlaceTensorBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
-  }
-  if (name == "unique_consecutive") {
-    return PlaceTensorBytes(DimensionOf(args, 3, /*usual=*/std::nullopt));
-  }
-  // For each of n tensors a view of n dimensions: its sizes and strides, and what autograd keeps of
-  // them to compute gradients and to make the view anew.
-  constexpr int64_t kBytesOfView = 96;
-  // What a product of neighbours costs, and where it is best divided.
-  constexpr int64_t kBytesOfProduct = 2 * sizeof(int64_t);
-  const int64_t length = args[0].isList() ? static_cast<int64_t>(args[0].toListRef().size()) : 0;
-  const auto square = [](int64_t count, int64_t bytes) {
-    return count <= 0 ? 0 : Times(count, Times(count, bytes));
-  };
-  if (name == "combinations") {
-    return square(args.size() > 1 ? IntOf(args[1]).value_or(0) : 0, kBytesOfView);
-  }
-  if (name == "meshgrid") return std::max(square(length, kBytesOfView), TensorTextBytes(args));
-  if (name == "cartesian_prod") return square(length, kBytesOfView);
-  if (name == "linalg_multi_dot" || name == "chain_matmul") return square(length, kBytesOfProduct);
-  return 0;
+  return std::max(SparseListBytes(args), NamedListBytes(name, args));
 }
 
 ShownTensors CountShown(absl::Span<const c10::IValue> args) {

@@ -30,11 +30,13 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 // dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it, with what
 // autograd keeps of each; and the costs of all products of neighbours of `linalg_multi_dot` and
 // `chain_matmul`. `topk`, `mode`, `median` and `nanmedian` make one, on each thread, of the
-// elements of a dimension. `unique_dim` and its kin make a tensor for each place in a dimension, of which there may be more
-// than tensors in a message. `fft_fft` and its kin, `stft` and `istft` compute a length with a
-// large prime factor by longer ones; and `meshgrid` puts a tensor that it does not take into its
-// error, as text. 0 for all other operators, for tensors of CUDA, whose operators do without these
-// lists, and for arguments that these do not take.
+// elements of a dimension. `unique_dim` and its kin make a tensor for each place in a dimension, of
+// which there may be more than tensors in a message. `fft_fft` and its kin, `stft` and `istft`
+// compute a length with a large prime factor by longer ones; and `meshgrid` puts a tensor that it
+// does not take into its error, as text. Of a sparse tensor the places of its longest dimension
+// count, for any operator: some make lists of them, and no element says how many there are. 0 for
+// all other operators, for tensors of CUDA, whose operators do without these lists, and for
+// arguments that these do not take.
 int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args);
 
 // What the strided tensors among the arguments show, those in lists of them too.

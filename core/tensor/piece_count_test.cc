@@ -4,6 +4,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/TensorImpl.h>
 #include <gtest/gtest.h>
@@ -128,6 +130,26 @@ TEST(PieceCountTest, TransformsOfFramesCountToo) {
   EXPECT_EQ(CountListBytes("aten::stft.center", Values{signal, kPrime}), kPrime * 128);
   EXPECT_EQ(CountListBytes("aten::stft", Values{signal, 1024}), 0);
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{View({kPrime, 16})}), 0);
+}
+
+// A product of two makes lists of as many columns as there are, and so do others: no element of a
+// sparse tensor says how many these are.
+TEST(PieceCountTest, TheSizesOfSparseTensorsCount) {
+  const auto sparse = [](int64_t rows, int64_t columns) {
+    return at::sparse_coo_tensor(at::zeros({2, 1}, at::kLong), at::ones({1}), {rows, columns});
+  };
+  constexpr int64_t kWide = int64_t{1} << 40;
+  EXPECT_EQ(CountListBytes("aten::mm", Values{sparse(1, 1), sparse(1, kWide)}), kWide * 32);
+  EXPECT_EQ(CountListBytes("aten::mm", Values{sparse(kWide, 1), sparse(1, 1)}), kWide * 32);
+  EXPECT_EQ(CountListBytes("aten::to_sparse_bsr", Values{sparse(1, kWide), 1}), kWide * 32);
+  EXPECT_EQ(CountListBytes("aten::chain_matmul",
+                           Values{std::vector<at::Tensor>{sparse(1, 1), sparse(1, kWide)}}),
+            kWide * 32);
+  EXPECT_EQ(CountListBytes("aten::mm", Values{at::ones({1, 1}), View({1, kWide})}), 0);
+  // One that is small does not hide what else there is.
+  std::vector<at::Tensor> many(1000, at::ones({1}));
+  many.push_back(sparse(1, 1));
+  EXPECT_GT(CountListBytes("aten::meshgrid", Values{many}), 1000 * 1000);
 }
 
 // Of one byte for each element, say, it makes eight.

@@ -283,8 +283,9 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   if (static_cast<uint64_t>(list_bytes) > parts_.options.limits.message_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "it would take ", list_bytes,
-        " bytes beside elements, for lists, for Fourier transforms of a length with a large prime "
-        "factor, or for the text of an error; limit message_bytes is ",
+        " bytes beside elements, for lists (of a sparse tensor: of its longest dimension), for "
+        "Fourier transforms of a length with a large prime factor, or for the text of an error; "
+        "limit message_bytes is ",
         parts_.options.limits.message_bytes));
   }
   DG_RETURN_IF_ERROR(CheckHeads(request.function, arguments));
