@@ -38,6 +38,7 @@
 #include "tests/testing/certificate_strangers.h"
 #include "tests/testing/certificates.h"
 #include "tests/testing/no_descriptors.h"
+#include "tests/testing/no_tls.h"
 
 namespace distgrad {
 
@@ -473,6 +474,24 @@ TEST_F(HostileClientTest, WhoGoesOnWithItsHandshakeStaysWhereThereAreNoDescripto
     EXPECT_TRUE(handshake.done());
   }
   ShakeHands(client, kKey, token);
+}
+
+// It gets as far as TLS, and can make no session of it: it says nothing in the clear, and goes on.
+TEST_F(HostileClientTest, AListenerThatCanMakeNoSessionSaysSoInItsLogAndServesLater) {
+  Start(WithKey(kKey));
+  const Token token = EndpointOf(address_).token;
+  testing::internal::CaptureStderr();
+  {
+    const NoTls none;
+    RawSocket socket(address_, Family::kTcp);
+    ShakeHands(socket, kKey, token);
+    EXPECT_EQ(socket.AwaitEnd(), "");
+  }
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(
+      absl::StrContains(log, "cannot take a connection: INTERNAL: TLS: no memory for a session"))
+      << log;
+  ExpectServes();
 }
 
 // docs/security.md says what they cost, of whom there may be hundreds.
