@@ -221,6 +221,8 @@ bool StoreServer::EstablishTls(Peer& peer) {
       auto tls = TlsSession::Create(peer.handshake, options_.certificates);
       if (!tls.ok()) {
         LogInability(tls.status());
+        // With this end's proof the client knows that it is not its key that is refused.
+        Write(peer);
         return false;
       }
       peer.tls = *std::move(tls);

@@ -52,6 +52,7 @@
 #include "tests/testing/certificates.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/no_descriptors.h"
+#include "tests/testing/no_tls.h"
 #include "tests/testing/tcp_proxy.h"
 #include "tests/testing/tls_relay.h"
 #include "tests/testing/wall_clock.h"
@@ -1371,6 +1372,58 @@ TEST(TcpStoreTest, AServerWithoutWhatTlsTakesSaysSoInItsLog) {
   const std::string log = testing::internal::GetCapturedStderr();
   EXPECT_TRUE(absl::StrContains(log, "the job's store cannot take a connection: INTERNAL: "))
       << log;
+}
+
+// It gets as far as TLS, and can make no session of it. Its proof tells the client that its key is
+// not what is refused.
+TEST(TcpStoreTest, AServerThatCanMakeNoSessionSaysSoInItsLogAndServesLater) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.cluster_key = kChildKey});
+  ASSERT_TRUE(server.ok()) << server.status();
+  testing::internal::CaptureStderr();
+  {
+    const NoTls none;
+    Socket socket = Socket::Connect("127.0.0.1", port, Later()).value();
+    Handshake handshake =
+        Handshake::Create(Handshake::Role::kClient, kChildKey, kStoreToken).value();
+    absl::Status status;
+    while (status.ok() && !handshake.done()) {
+      status = socket.Send(handshake.TakeOutput(), Later());
+      std::string bytes(handshake.wanted(), '\0');
+      if (status.ok()) status = socket.Receive(bytes.data(), bytes.size(), Later());
+      if (status.ok()) status = handshake.Receive(bytes);
+    }
+    EXPECT_TRUE(handshake.done()) << status;
+    char byte;
+    EXPECT_TRUE(absl::IsUnavailable(socket.Receive(&byte, 1, Later()))) << "nothing in the clear";
+  }
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(absl::StrContains(log,
+                                "the job's store cannot take a connection: INTERNAL: TLS: no "
+                                "memory for a session"))
+      << log;
+  const auto client = Join(port, kChildKey);
+  ASSERT_NE(client, nullptr);
+  EXPECT_TRUE(client->Set("key", "value", Later()).ok());
+}
+
+// And a client that cannot ends its start at once, with what is wrong here.
+TEST(TcpStoreTest, AClientThatCanMakeNoSessionFailsAtOnce) {
+  const auto store = Serve(kChildKey);
+  ASSERT_NE(store, nullptr);
+  TcpStoreOptions options;
+  options.port = store->port();
+  options.cluster_key = kChildKey;
+  options.deadline = absl::InfiniteFuture();
+  {
+    const NoTls none;
+    const absl::Status status = NewTcpStore(options).status();
+    EXPECT_TRUE(absl::IsInternal(status)) << status;
+    EXPECT_TRUE(absl::StartsWith(status.message(), "the store at ")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "TLS: no memory for a session")) << status;
+  }
+  EXPECT_NE(Join(store->port(), kChildKey), nullptr);
 }
 
 // Whether the kernel asks now and then for a sign of life.
