@@ -103,7 +103,8 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
       client->socket_ = *std::move(socket);
       return client;
     }
-    // kInternal: OpenSSL here fails, which the next attempt does not change.
+    // kInternal: OpenSSL here fails, by its machine's settings or for want of memory. It is better
+    // said at once than tried again: what is wrong is in this process and not on its way.
     if (absl::IsUnauthenticated(socket.status()) || absl::IsInternal(socket.status())) {
       return Annotate(socket.status(), absl::StrCat("the store at ", client->where_));
     }
