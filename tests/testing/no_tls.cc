@@ -12,10 +12,10 @@ std::atomic<bool> refuses{false};
 
 }  // namespace
 
-extern "C" SSL* SSL_new(SSL_CTX* context) {
+extern "C" SSL* SSL_new(SSL_CTX* ctx) {
   if (refuses) return nullptr;
   static auto* const real = reinterpret_cast<SSL* (*)(SSL_CTX*)>(dlsym(RTLD_NEXT, "SSL_new"));
-  return real(context);
+  return real(ctx);
 }
 
 namespace distgrad {
