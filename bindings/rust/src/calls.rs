@@ -17,6 +17,23 @@ use std::{
 ///
 /// [`poll_next`](Calls::poll_next) has the signature of a stream's: with the crate `futures`,
 /// `stream::poll_fn(move |context| calls.poll_next(context))` is one.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{Calls, Message};
+/// async fn greet(mut calls: Calls) -> distgrad::Result<()> {
+///     while let Some(call) = calls.next().await {
+///         let name = call.request().text().map(str::to_owned);
+///         let greeting = name.and_then(|name| Message::from_payload(format!("Hello {name}")));
+///         call.answer(greeting.map_err(Into::into))?;
+///     }
+///     Ok(()) // the worker has ended
+/// }
+/// let greeting = greet(worker.calls("greet")?); // for an executor: tokio::spawn(greeting)
+/// # drop(greeting);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Calls(Arc<Queue>);
 
 impl Calls {

@@ -71,6 +71,16 @@ impl Cancellation {
 }
 
 /// Names a callback of a [`Cancellation`], to remove it.
+///
+/// ```
+/// use distgrad::{CallbackId, Cancellation};
+/// let cancellation = Cancellation::new()?;
+/// let callback: CallbackId = cancellation.on_cancel(|| unreachable!("it is removed below"))?;
+/// // ... the work that it could stop is done ...
+/// cancellation.forget(callback)?;
+/// cancellation.cancel()?;
+/// # distgrad::Result::Ok(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CallbackId(u64);
 

@@ -21,10 +21,26 @@ use std::{
 
 /// Small things that are no tensors, by name: the epoch, the place in the data, the state of a
 /// random generator. Any bytes, 1 MiB of them at most.
+///
+/// ```
+/// use distgrad::CheckpointValues;
+/// let values = CheckpointValues::from([("epoch".into(), b"3".to_vec())]);
+/// assert_eq!(values["epoch"], b"3");
+/// ```
 #[doc(alias = "dg_checkpoint_values_set")]
 pub type CheckpointValues = BTreeMap<String, Vec<u8>>;
 
 /// What [`load_values`](CheckpointContents::load_values) gets.
+///
+/// ```
+/// use distgrad::{CheckpointContents, LoadedValues};
+/// let contents = CheckpointContents::new().load_values(|loaded: &LoadedValues| {
+///     let epoch = loaded.values.get("epoch").ok_or("the checkpoint has no epoch")?;
+///     println!("step {} was in epoch {}", loaded.step, String::from_utf8_lossy(epoch));
+///     Ok(())
+/// });
+/// # drop(contents);
+/// ```
 #[doc(alias = "dg_loaded_values")]
 #[doc(alias = "dg_checkpoint_worker_values")]
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -174,6 +190,17 @@ impl fmt::Debug for CheckpointContents<'_> {
 
 /// A worker's part of the checkpoints of a name. It keeps its tensors and optimizers, and lasts
 /// until [`remove`](CheckpointPart::remove), or as long as the worker, also when this is dropped.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::{CheckpointContents, CheckpointPart};
+/// let contents = CheckpointContents::new().tensors([("weight", weight)]);
+/// let part: CheckpointPart = contents.create(worker, "model")?;
+/// // ... a manager saves and loads ...
+/// part.remove()?; // the worker may create another one of that name
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_checkpoint_part")]
 #[doc(alias = "dg_checkpoint_part_destroy")]
 pub struct CheckpointPart<'w> {
@@ -345,6 +372,18 @@ impl LoadOptions {
 }
 
 /// What was loaded.
+///
+/// ```
+/// # fn f(checkpoints: &distgrad::CheckpointManager) -> distgrad::Result<()> {
+/// use distgrad::{LoadOptions, LoadedCheckpoint};
+/// let loaded: LoadedCheckpoint = checkpoints.load(&LoadOptions::new().strict(false))?;
+/// for text in loaded.missing.iter().chain(&loaded.mismatched) {
+///     eprintln!("not loaded: {text}");
+/// }
+/// println!("step {}, from {}", loaded.step, loaded.folder.display());
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_loaded_checkpoint")]
 #[doc(alias = "dg_loaded_checkpoint_step")]
 #[doc(alias = "dg_loaded_checkpoint_folder")]
@@ -379,10 +418,22 @@ impl From<RawLoadedCheckpoint> for LoadedCheckpoint {
     }
 }
 
-/// Saves and loads what all parts of one name have. [`CheckpointContents`] has an example.
+/// Saves and loads what all parts of one name have. [`CheckpointContents`] has an example with parts.
 ///
 /// Dropping it waits for what [`save_async`](CheckpointManager::save_async) writes, and unlocks the
 /// folder; in the callback of a future a thread of the library does that.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{CheckpointManager, CheckpointManagerOptions, LoadOptions};
+/// let options = CheckpointManagerOptions::new();
+/// let checkpoints: CheckpointManager = options.create(worker, "/shared/run7")?;
+/// let step = checkpoints.load(&LoadOptions::new())?.step;
+/// // ... a hundred steps ...
+/// checkpoints.save(step + 100, None)?; // without a timeout
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_checkpoint_manager")]
 #[doc(alias = "dg_checkpoint_manager_destroy")]
 pub struct CheckpointManager<'w> {

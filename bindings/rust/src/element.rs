@@ -73,6 +73,17 @@ mod sealed {
 
 /// A Rust type that is the type of a tensor's elements. Any bits are a value of it, which is why
 /// `bool` is not one.
+///
+/// ```
+/// use distgrad::{Dtype, Element, Tensor};
+/// fn mean<T: Element>(elements: &[T]) -> distgrad::Result<f64> {
+///     let x = Tensor::from_slice(elements, &[elements.len() as i64])?;
+///     x.to_dtype(Dtype::FLOAT64)?.mean()?.item()
+/// }
+/// assert_eq!(mean(&[1.0f32, 2.0])?, 1.5);
+/// assert_eq!(mean(&[1u8, 2])?, 1.5);
+/// # distgrad::Result::Ok(())
+/// ```
 pub trait Element: sealed::Sealed + Copy + Send + 'static {
     /// torch's dtype for it.
     const DTYPE: Dtype;

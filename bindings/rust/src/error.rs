@@ -2,6 +2,19 @@
 use std::{error::Error as StdError, fmt};
 
 /// What kind of thing went wrong: the canonical codes of Abseil and gRPC.
+///
+/// ```
+/// use distgrad::Code;
+/// let error = distgrad::op("aten::no_such_operator", &[]).unwrap_err();
+/// assert_eq!(error.code(), Code::NotFound);
+/// # fn go_on(error: &distgrad::Error) -> bool {
+/// match error.code() {
+///     Code::Unavailable | Code::DeadlineExceeded => true, // worth another try
+///     _ => false,
+/// }
+/// # }
+/// # assert!(!go_on(&error));
+/// ```
 #[doc(alias = "dg_code")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -90,6 +103,15 @@ pub struct Error {
 }
 
 /// Where an error arose. It is what the peers say, not a proof.
+///
+/// ```
+/// use distgrad::{Code, Error, Message, Origin, OriginKind, WorkerOptions};
+/// let worker = WorkerOptions::new().name("alone").create()?;
+/// worker.register("find", |_| Err(Error::new(Code::NotFound, "there is no such key").into()))?;
+/// let error = worker.call("alone", "find", &Message::empty()?).unwrap_err();
+/// assert_eq!(error.origin(), Some(Origin { rank: 0, kind: OriginKind::Handler }));
+/// # distgrad::Result::Ok(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Origin {
     /// The rank of the worker.
@@ -99,6 +121,15 @@ pub struct Origin {
 }
 
 /// What gave an error: distgrad or a handler.
+///
+/// ```
+/// use distgrad::{Code, Message, OriginKind, WorkerOptions};
+/// let worker = WorkerOptions::new().name("alone").create()?;
+/// let error = worker.call("alone", "find", &Message::empty()?).unwrap_err();
+/// assert_eq!(error.code(), Code::NotFound); // and no handler has said so:
+/// assert_eq!(error.origin().unwrap().kind, OriginKind::Distgrad);
+/// # distgrad::Result::Ok(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[repr(u32)]
@@ -110,6 +141,15 @@ pub enum OriginKind {
 }
 
 /// A result whose error is an [`Error`].
+///
+/// ```
+/// fn mean(numbers: &[f32]) -> distgrad::Result<f32> {
+///     let x = distgrad::Tensor::from_slice(numbers, &[numbers.len() as i64])?;
+///     x.mean()?.item()
+/// }
+/// assert_eq!(mean(&[1.0, 3.0])?, 2.0);
+/// # distgrad::Result::Ok(())
+/// ```
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// The error of handlers and other callbacks: any error.

@@ -155,6 +155,17 @@ impl<T: Outcome> IntoFuture for Future<T> {
 }
 
 /// A [`Future`] that is being awaited. Dropping it before it is done cancels the work.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{Awaiting, Message};
+/// use std::future::IntoFuture; // which .await calls
+/// let call = worker.call_async("back", "work", &Message::empty()?)?;
+/// let reply: Awaiting<Message> = call.into_future(); // for what takes futures: tokio::time::timeout
+/// drop(reply); // cancels the call
+/// # Ok(())
+/// # }
+/// ```
 pub struct Awaiting<T> {
     future: Future<T>,
     waker: WakerSlot,

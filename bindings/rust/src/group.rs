@@ -91,6 +91,21 @@ impl ProcessGroupOptions {
 ///
 /// After an error, but for one of invalid arguments, all later calls return that error: create a
 /// new group.
+///
+/// ```
+/// # fn train(_: &distgrad::ProcessGroup) -> distgrad::Result<()> { Ok(()) }
+/// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::{ProcessGroup, ProcessGroupOptions};
+/// let group: ProcessGroup = ProcessGroupOptions::new().create(worker)?; // on all workers
+/// println!("rank {} of {}", group.rank(), group.size());
+/// group.broadcast([weight], 0)?; // the values of rank 0
+/// if let Err(error) = train(&group) {
+///     group.fail(&error)?; // the others hear why, and do not wait for this rank
+///     return Err(error);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_process_group")]
 #[doc(alias = "dg_process_group_destroy")]
 pub struct ProcessGroup(Owned<ProcessGroupHandle>);
@@ -220,6 +235,19 @@ impl GradientAveragerOptions {
 
 /// Averages the gradients of a list of parameters over the ranks of a group, step by step: a
 /// bucketed all-reduce, as in PyTorch's DistributedDataParallel.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, group: &distgrad::ProcessGroup, weight: &distgrad::Tensor,
+/// #      loss: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::{GradientAverager, GradientAveragerOptions};
+/// let averager: GradientAverager = GradientAveragerOptions::new().create(group, [weight])?;
+/// let context = worker.context()?; // one step
+/// context.backward([loss])?;
+/// averager.average(&context)?; // waits for the other ranks
+/// println!("the average has the norm {}", context.gradient(weight)?.norm()?.item::<f32>()?);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_gradient_averager")]
 #[doc(alias = "dg_gradient_averager_destroy")]
 pub struct GradientAverager(Owned<AveragerHandle>);

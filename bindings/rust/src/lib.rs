@@ -218,12 +218,23 @@ pub fn set_num_threads(count: u32) -> Result<()> {
 
 /// Returns how many threads one operator on this thread may use. Torch's default: one for each
 /// core, or `OMP_NUM_THREADS`.
+///
+/// ```
+/// println!("an operator may use {} threads", distgrad::num_threads());
+/// # assert!(distgrad::num_threads() > 0);
+/// ```
 #[doc(alias = "dg_num_threads")]
 pub fn num_threads() -> u32 {
     ffi::num_threads()
 }
 
 /// Returns whether operators on this thread are recorded for backward; see [`NoGrad`].
+///
+/// ```
+/// assert!(distgrad::grad_enabled());
+/// let _no_grad = distgrad::NoGrad::new();
+/// assert!(!distgrad::grad_enabled());
+/// ```
 #[doc(alias = "dg_grad_enabled")]
 pub fn grad_enabled() -> bool {
     ffi::grad_enabled()
@@ -247,6 +258,11 @@ pub fn report_failure(failure: &Error) -> Result<()> {
 }
 
 /// Returns the version of the libtorch that the library was built with: "2.11.0".
+///
+/// ```
+/// println!("distgrad runs on libtorch {}", distgrad::torch_version());
+/// # assert!(distgrad::torch_version().starts_with("2."));
+/// ```
 #[doc(alias = "dg_torch_version")]
 pub fn torch_version() -> &'static str {
     std::str::from_utf8(ffi::torch_version()).unwrap_or("")

@@ -5,6 +5,17 @@ use crate::{
 };
 
 /// The severity of a line of the log.
+///
+/// ```
+/// # fn f() -> distgrad::Result<()> {
+/// use distgrad::Severity;
+/// distgrad::set_log_sink(|severity, text| {
+///     if severity >= Severity::Error {
+///         eprintln!("distgrad: {text}");
+///     }
+/// })
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Severity {
@@ -48,6 +59,13 @@ pub fn set_log_sink(sink: impl Fn(Severity, &str) + Send + Sync + 'static) -> Re
 
 /// Has the log written to standard error again. Waits until the former sink does not run, but not
 /// if it is called in a sink.
+///
+/// ```
+/// distgrad::set_log_sink(|_, text| println!("{text}"))?;
+/// // ...
+/// distgrad::remove_log_sink()?;
+/// # distgrad::Result::Ok(())
+/// ```
 pub fn remove_log_sink() -> Result<()> {
     Ok(ffi::log_no_sink()?)
 }

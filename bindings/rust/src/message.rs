@@ -29,6 +29,15 @@ impl Message {
     }
 
     /// Creates a message with a copy of the payload and references to the tensors.
+    ///
+    /// A message without tensors is made by [`from_payload`](Message::from_payload), and one without
+    /// a payload, too, by [`empty`](Message::empty). An empty array does not compile in their place,
+    /// for the compiler cannot tell the type of elements that are not there:
+    ///
+    /// ```compile_fail,E0283
+    /// let message = distgrad::Message::new("step 3", [])?; // write Message::from_payload("step 3")
+    /// # distgrad::Result::Ok(())
+    /// ```
     #[doc(alias = "dg_message_create")]
     pub fn new(
         payload: impl AsRef<[u8]>,
@@ -38,8 +47,8 @@ impl Message {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &handles)?))
     }
 
-    /// Creates a message that has neither payload nor tensors. `Message::new("", [])` would be the
-    /// same, but does not compile without the type of its elements, which no element tells.
+    /// Creates a message that has neither payload nor tensors: what to write where
+    /// `Message::new("", [])` [does not compile](Message::new).
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -51,7 +60,14 @@ impl Message {
         Self::from_payload("")
     }
 
-    /// Creates a message of a payload alone.
+    /// Creates a message of a payload alone, without tensors.
+    ///
+    /// ```
+    /// use distgrad::Message;
+    /// let message = Message::from_payload("step 3")?;
+    /// assert_eq!((message.text()?, message.tensor_count()), ("step 3", 0));
+    /// # distgrad::Result::Ok(())
+    /// ```
     pub fn from_payload(payload: impl AsRef<[u8]>) -> Result<Self> {
         Ok(Self::own(ffi::message_create(payload.as_ref(), &[])?))
     }

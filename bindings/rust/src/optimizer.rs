@@ -8,12 +8,25 @@ use crate::{
 use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path, sync::Arc};
 
 /// This worker's part of an optimizer that all workers of the job share under a name: each gives its
-/// own parameters (there may be none), and one of them asks for a step.
+/// own parameters, and one of them asks for a step. A worker without parameters gives
+/// `[] as [&Tensor; 0]`: of `[]` alone the compiler cannot tell the type of the elements.
 ///
 /// Every worker creates its part before the first step. Where only some workers have parts,
 /// [`set_workers`](Optimizer::set_workers) says which: a step does not pass over others by itself,
 /// since a part that was forgotten would never be trained, and nobody would hear of it. The part
 /// lasts until [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
+///
+/// ```
+/// use distgrad::{Optimizer, Sgd, Tensor, WorkerOptions};
+/// let worker = WorkerOptions::new().create()?;
+/// let weight = Tensor::from_slice(&[1.0f32, 2.0], &[2])?.require_grad()?;
+/// let optimizer: Optimizer = Sgd::new(0.25).create(&worker, "", [&weight])?; // on every worker
+/// let context = worker.context()?;
+/// context.backward([weight.square()?.sum()?])?;
+/// optimizer.step(&context)?; // on one of them, for all
+/// assert_eq!(weight.to_vec::<f32>()?, [0.5, 1.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 ///
 /// ```compile_fail,E0505
 /// # fn f(worker: distgrad::Worker, x: distgrad::Tensor) -> distgrad::Result<()> {

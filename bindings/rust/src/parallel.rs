@@ -11,6 +11,18 @@ use crate::{
 use std::{borrow::Borrow, fmt, time::Duration};
 
 /// The options of a [`DataParallel`], each with a default.
+///
+/// ```
+/// use distgrad::{DataParallelOptions, Tensor};
+/// let weight = Tensor::from_slice(&[1.0f32, 10.0], &[1, 2])?.require_grad()?;
+/// let parallel = DataParallelOptions::new()
+///     .devices(["cpu", "cpu"]) // or "cuda:0", "cuda:1"
+///     .dim(1) // a column for each element of the batch
+///     .create([&weight], |replica| Ok([replica.parameter(0)?.matmul(replica.input(0)?)?]))?;
+/// let batch = Tensor::from_slice(&[1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0], &[2, 3])?;
+/// assert_eq!(parallel.forward([&batch])?.to_vec::<f32>()?, [41.0, 52.0, 63.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_data_parallel_options")]
 #[derive(Clone, Debug, Default)]
 pub struct DataParallelOptions {
@@ -153,6 +165,19 @@ fn beyond(what: &str, index: usize) -> Error {
 }
 
 /// What the function of a [`DataParallel`] gets for one replica.
+///
+/// ```
+/// use distgrad::{DataParallelOptions, Replica, Tensor};
+/// let weight = Tensor::from_slice(&[2.0f32], &[1])?.require_grad()?;
+/// let options = DataParallelOptions::new().devices(["cpu", "cpu"]);
+/// let parallel = options.create([&weight], |replica: &Replica| {
+///     println!("replica {} on {}", replica.index(), replica.device());
+///     Ok([replica.input(0)?.mul(replica.parameter(0)?)?])
+/// })?;
+/// let batch = Tensor::from_slice(&[1.0f32, 2.0, 3.0], &[3])?;
+/// assert_eq!(parallel.forward([&batch])?.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_replica")]
 #[derive(Debug)]
 pub struct Replica {
@@ -239,6 +264,14 @@ pub fn scatter(
 
 /// Concatenates tensors along `dim`, on a device (`None`: that of the first tensor). Tensors of no
 /// dimensions give a vector. Autograd records it. Errors as of [`scatter`].
+///
+/// ```
+/// use distgrad::{gather, Tensor};
+/// let one = Tensor::from_slice(&[1.0f32], &[1])?;
+/// let two = Tensor::from_slice(&[2.0f32, 3.0], &[2])?;
+/// assert_eq!(gather([&one, &two], Some("cpu"), 0)?.to_vec::<f32>()?, [1.0, 2.0, 3.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_gather")]
 pub fn gather(
     tensors: impl IntoIterator<Item = impl Borrow<Tensor>>,
@@ -276,6 +309,16 @@ pub fn broadcast(
 /// device. A `None` counts as zeros; a sum of nothing but `None` is `None`. Autograd records it.
 ///
 /// `Code::InvalidArgument` if the lists are not of one length; otherwise errors as of [`scatter`].
+///
+/// ```
+/// use distgrad::{reduce_add, Tensor};
+/// let one = Tensor::from_slice(&[1.0f32, 2.0], &[2])?;
+/// let two = Tensor::from_slice(&[3.0f32, 4.0], &[2])?;
+/// let sums = reduce_add(&[vec![Some(one), None], vec![Some(two), None]], None)?;
+/// assert_eq!(sums[0].as_ref().unwrap().to_vec::<f32>()?, [4.0, 6.0]);
+/// assert!(sums[1].is_none());
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_reduce_add")]
 pub fn reduce_add(
     lists: &[Vec<Option<Tensor>>],

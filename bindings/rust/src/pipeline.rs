@@ -18,6 +18,14 @@ use std::{
 // ----------------------------------------------------------------------------------- Schedules
 
 /// What a rank of a pipeline does: a line of its list.
+///
+/// ```
+/// use distgrad::{Action, ActionKind, Schedule};
+/// let data = Schedule::gpipe(2, 4)?.data()?; // stages, micro-batches
+/// let first = Action { kind: ActionKind::Forward, stage: 0, micro_batch: 0 };
+/// assert_eq!(data.lists[0][0], first); // what rank 0 begins with
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_action")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Action {
@@ -30,6 +38,14 @@ pub struct Action {
 }
 
 /// The kinds of actions.
+///
+/// ```
+/// use distgrad::{ActionKind, Schedule};
+/// let data = Schedule::one_forward_one_backward(2, 8)?.data()?; // stages, micro-batches
+/// let backwards = data.lists[1].iter().filter(|action| action.kind == ActionKind::Backward);
+/// assert_eq!(backwards.count(), 8); // of rank 1, one for each micro-batch
+/// # distgrad::Result::Ok(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum ActionKind {
@@ -116,6 +132,16 @@ pub struct ScheduleData {
 }
 
 /// When a schedule does what.
+///
+/// ```
+/// use distgrad::{ActionKind, Schedule, Timeline};
+/// let timeline: Timeline = Schedule::gpipe(2, 4)?.simulate(|action| match action.kind {
+///     ActionKind::Forward | ActionKind::Backward => 1.0,
+///     _ => 0.0, // sends and receives take no time here
+/// })?;
+/// assert_eq!((timeline.end, timeline.busy[0]), (10.0, 8.0)); // so rank 0 is idle for 2
+/// # distgrad::Result::Ok(())
+/// ```
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Timeline {
@@ -260,6 +286,19 @@ impl fmt::Debug for Schedule {
 // -------------------------------------------------------------------------------------- Stages
 
 /// What a function of a stage gets, of one micro-batch.
+///
+/// ```
+/// use distgrad::{MicroBatch, PipelineStage};
+/// let stage = PipelineStage::new(0, |batch: &MicroBatch| {
+///     let x = batch.input(0)?;
+///     Ok([match &batch.inputs()[1] {
+///         Some(mask) => x.mul(mask)?,
+///         None => x.relu()?,
+///     }])
+/// })
+/// .inputs(Some(2));
+/// # drop(stage);
+/// ```
 #[doc(alias = "dg_micro_batch")]
 #[derive(Debug)]
 pub struct MicroBatch {
@@ -322,6 +361,17 @@ fn at<'a>(tensors: &'a [Option<Tensor>], what: &str, index: usize) -> Result<&'a
 /// An action of a rank that is over, with its times. A receive includes the wait for what another
 /// rank sends; so does the forward of stage 0, which waits for the batch, and that of the last
 /// stage, which waits for the targets.
+///
+/// ```
+/// use distgrad::{PipelineStage, StageSpan};
+/// let stage = PipelineStage::new(0, |batch| Ok([batch.input(0)?.relu()?]));
+/// let stage = stage.on_action(|span: StageSpan| {
+///     let time = span.end.duration_since(span.begin)?;
+///     println!("{:?} of micro-batch {}: {time:?}", span.action.kind, span.action.micro_batch);
+///     Ok(())
+/// });
+/// # drop(stage);
+/// ```
 #[doc(alias = "dg_stage_span")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -608,6 +658,19 @@ impl<'a> PipelineStagesOptions<'a> {
 /// Dropping it takes them off, and waits until none of their functions runs, for at most a minute:
 /// what still runs then is logged, and only the worker's end waits for it. In one of these functions
 /// it does not wait. A step that runs fails with `Code::Cancelled`.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{PipelineStage, PipelineStages};
+/// use std::time::Duration;
+/// let first = PipelineStage::new(0, |batch| Ok([batch.input(0)?.relu()?]));
+/// let stages = PipelineStages::new(worker, "model", [first])?;
+/// worker.barrier(Duration::from_secs(60))?; // all workers have theirs: steps may begin
+/// worker.serve()?; // until the job ends
+/// drop(stages);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pipeline_stages")]
 #[doc(alias = "dg_pipeline_stages_destroy")]
 pub struct PipelineStages<'w> {
@@ -635,6 +698,17 @@ impl fmt::Debug for PipelineStages<'_> {
 // ----------------------------------------------------------------------------------- Pipelines
 
 /// What the gradients of a batch are.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker, schedule: &distgrad::Schedule) -> distgrad::Result<()> {
+/// use distgrad::{PipelineOptions, Reduction};
+/// // The stages' loss is a sum over the rows, divided by those of the whole batch.
+/// let options = PipelineOptions::new().reduction(Reduction::Sum);
+/// let pipeline = options.create(worker, "model", schedule, &["worker0", "worker1"])?;
+/// # drop(pipeline);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u64)]
 pub enum Reduction {
@@ -843,6 +917,18 @@ impl fmt::Debug for Pipeline<'_> {
 }
 
 /// The options of a batch, each with a default.
+///
+/// ```
+/// # fn f(pipeline: &distgrad::Pipeline, context: &distgrad::Context, images: &distgrad::Tensor,
+/// #      labels: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::PipelineRunOptions;
+/// use std::time::Duration;
+/// let options = PipelineRunOptions::new().timeout(Duration::from_secs(10));
+/// let result = pipeline.train_with(context, &[images], &[labels], &options)?;
+/// # drop(result);
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pipeline_run_options")]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PipelineRunOptions {
@@ -863,6 +949,21 @@ impl PipelineRunOptions {
 }
 
 /// What a batch has given.
+///
+/// ```
+/// # fn f(pipeline: &distgrad::Pipeline, context: &distgrad::Context, images: &distgrad::Tensor,
+/// #      labels: &distgrad::Tensor) -> distgrad::Result<()> {
+/// use distgrad::PipelineResult;
+/// let result: PipelineResult = pipeline.train(context, &[images], &[labels])?;
+/// for (micro_batch, loss) in result.losses.iter().enumerate() {
+///     println!("micro-batch {micro_batch}: {}", loss.item::<f32>()?);
+/// }
+/// if let Some(loss) = result.loss {
+///     println!("the batch: {}", loss.item::<f32>()?);
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pipeline_result")]
 #[derive(Debug)]
 #[non_exhaustive]

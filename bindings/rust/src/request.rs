@@ -131,6 +131,20 @@ impl fmt::Debug for Request<'_> {
 /// [`Worker::register_responder`](crate::Worker::register_responder).
 ///
 /// Dropping one without an answer, also by a panic, gives the caller `Code::Internal`.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{Message, Responder};
+/// // On a thread of the program's own, so that none of the worker's is held.
+/// fn greet(responder: Responder) {
+///     std::thread::spawn(move || {
+///         let greeting = format!("Hello worker {}", responder.request().from());
+///         responder.answer(Message::from_payload(greeting).map_err(Into::into))
+///     });
+/// }
+/// worker.register_responder("greet", greet)
+/// # }
+/// ```
 #[doc(alias = "dg_responder")]
 #[doc(alias = "dg_responder_destroy")]
 pub struct Responder {

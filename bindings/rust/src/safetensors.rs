@@ -49,6 +49,15 @@ pub fn save_safetensors(
 
 /// Reads all tensors of a file, onto the CPU. The file may come from anybody: `Code::InvalidArgument`
 /// if it is none, or a damaged one; else errors of the operating system.
+///
+/// ```
+/// # fn f() -> distgrad::Result<()> {
+/// for (name, tensor) in distgrad::load_safetensors("model.safetensors")? {
+///     println!("{name}: {tensor:?}");
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_safetensors_load")]
 pub fn load_safetensors(path: impl AsRef<Path>) -> Result<BTreeMap<String, Tensor>> {
     let tensors = ffi::safetensors_load(text_of_path(path.as_ref())?)?;
@@ -76,6 +85,15 @@ pub fn load_safetensors_into(
 }
 
 /// A tensor in a file.
+///
+/// ```
+/// # fn f(file: &distgrad::SafetensorsFile) -> distgrad::Result<()> {
+/// use distgrad::SafetensorsInfo;
+/// let bytes: u64 = file.tensors()?.values().map(|info: &SafetensorsInfo| info.bytes).sum();
+/// println!("{bytes} bytes of elements");
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_safetensors_info")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

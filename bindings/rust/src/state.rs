@@ -2,6 +2,14 @@
 use crate::ffi::{RawContextState, RawMember, RawMemberEvent, RawPassState};
 
 /// A member of a job, as a worker knows it.
+///
+/// ```
+/// use distgrad::{Member, WorkerOptions};
+/// let worker = WorkerOptions::new().name("alone").create()?;
+/// let members: Vec<Member> = worker.members()?;
+/// assert_eq!((&members[0].name[..], members[0].rank), ("alone", 0));
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_member")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -15,6 +23,17 @@ pub struct Member {
 }
 
 /// Something that happened to a member of a job; see [`Worker::on_member`](crate::Worker::on_member).
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::{MemberEvent, MemberEventKind};
+/// worker.on_member(|event: MemberEvent| {
+///     if event.kind == MemberEventKind::Lost {
+///         eprintln!("{} is lost: {}", event.member.name, event.reason);
+///     }
+/// })
+/// # }
+/// ```
 #[doc(alias = "dg_member_event")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -28,6 +47,19 @@ pub struct MemberEvent {
 }
 
 /// What can happen to a member of a job.
+///
+/// ```
+/// use distgrad::MemberEventKind;
+/// fn word(kind: MemberEventKind) -> &'static str {
+///     match kind {
+///         MemberEventKind::Joined => "joined",
+///         MemberEventKind::Left => "left",
+///         MemberEventKind::Lost => "lost",
+///         _ => "something new", // later versions may have more
+///     }
+/// }
+/// assert_eq!(word(MemberEventKind::Left), "left");
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MemberEventKind {
@@ -83,6 +115,16 @@ impl From<RawMemberEvent> for MemberEvent {
 }
 
 /// What a worker holds of a context.
+///
+/// ```
+/// use distgrad::{ContextState, WorkerOptions};
+/// let worker = WorkerOptions::new().create()?;
+/// let context = worker.context()?;
+/// let states: Vec<ContextState> = worker.contexts()?;
+/// assert_eq!((states.len(), states[0].id), (1, context.id()));
+/// assert!(states[0].passes.is_empty()); // no backward runs
+/// # distgrad::Result::Ok(())
+/// ```
 #[doc(alias = "dg_context_state")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -102,6 +144,21 @@ pub struct ContextState {
 }
 
 /// A backward pass that runs on a worker, and what it waits for.
+///
+/// ```
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// use distgrad::PassState;
+/// fn only_waits(pass: &&PassState) -> bool {
+///     pass.busy == 0 && !pass.awaited.is_empty()
+/// }
+/// for context in worker.contexts()? {
+///     for pass in context.passes.iter().filter(only_waits) {
+///         println!("pass {:#x} waits for workers {:?}", pass.id, pass.awaited);
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
 #[doc(alias = "dg_pass_state")]
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]

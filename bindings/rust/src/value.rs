@@ -121,6 +121,14 @@ try_into! {
 }
 
 /// The arguments of an operator: `values![&x, 1, [2, 3], ()]` is an array of [`Value`]s.
+///
+/// ```
+/// use distgrad::{op, values, Tensor};
+/// let x = Tensor::from_slice(&[1.0f32, 2.0], &[2])?;
+/// let sum = op("aten::add.Scalar", &values![&x, 10.0, 1])?;
+/// assert_eq!(sum.to_vec::<f32>()?, [11.0, 12.0]);
+/// # distgrad::Result::Ok(())
+/// ```
 #[macro_export]
 macro_rules! values {
     ($($value:expr),* $(,)?) => {

@@ -15,6 +15,17 @@ const FOREVER: i64 = -1;
 
 /// What a handler returns. Any error will do; of an [`Error`](crate::Error) the caller gets the
 /// code.
+///
+/// ```
+/// use distgrad::{HandlerResult, Message, Request};
+/// fn scale(request: &Request<'_>) -> HandlerResult {
+///     let factor: f64 = request.text()?.parse()?; // an error of the crate, and one of another
+///     Ok(Message::new("", [request.tensor(0)?.mul_scalar(factor)?])?)
+/// }
+/// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
+/// worker.register("scale", scale)
+/// # }
+/// ```
 pub type HandlerResult = std::result::Result<Message, BoxedError>;
 
 /// One member of a job: it listens, calls the others, and is called by them. It owns all its threads

@@ -182,6 +182,17 @@ struct Managed {
 }
 
 /// Owns a `DLManagedTensorVersioned` (DLPack 1.x): a tensor on its way from one library to another.
+///
+/// ```
+/// use distgrad::{DlpackTensor, Tensor};
+/// let ours = Tensor::from_slice(&[1.0f32, 2.0], &[2])?.to_dlpack()?;
+/// let pointer = ours.into_raw(); // for another library, which calls its deleter some time
+/// // SAFETY: it is what `into_raw` has just released.
+/// let theirs = unsafe { DlpackTensor::from_raw(pointer) }; // as of what another library gives
+/// assert_eq!(Tensor::from_dlpack(theirs)?.to_vec::<f32>()?, [1.0, 2.0]);
+/// # distgrad::Result::Ok(())
+/// ```
+///
 /// It may be sent to another thread, but not shared with one:
 ///
 /// ```compile_fail,E0277

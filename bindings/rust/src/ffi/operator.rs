@@ -30,7 +30,18 @@ pub fn op(name: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
     unsafe { op_unchecked(name, arguments) }
 }
 
-/// Runs any torch operator, otherwise as [`op`]. It is not for safe code:
+/// Runs any torch operator, otherwise as [`op`].
+///
+/// ```
+/// use distgrad::{op_unchecked, values, Tensor};
+/// let x = Tensor::from_slice(&[1.0f32, 2.0], &[2])?;
+/// // SAFETY: no other thread has this memory.
+/// unsafe { op_unchecked("aten::mul_.Scalar", &values![&x, 3.0]) }?;
+/// assert_eq!(x.to_vec::<f32>()?, [3.0, 6.0]);
+/// # distgrad::Result::Ok(())
+/// ```
+///
+/// It is not for safe code:
 ///
 /// ```compile_fail,E0133
 /// let x = distgrad::Tensor::from_slice(&[1.0f32], &[1])?;
@@ -71,6 +82,15 @@ pub fn ops(name: &str, arguments: &[Value<'_>]) -> Result<Vec<Value<'static>>> {
 }
 
 /// Runs any torch operator, otherwise as [`ops`].
+///
+/// ```
+/// use distgrad::{ops_unchecked, values, Tensor};
+/// let x = Tensor::from_slice(&[-1.0f32, 2.0], &[2])?;
+/// // SAFETY: no other thread has this memory.
+/// let results = unsafe { ops_unchecked("aten::relu_", &values![&x]) }?;
+/// assert_eq!((results.len(), x.to_vec::<f32>()?), (1, vec![0.0, 2.0]));
+/// # distgrad::Result::Ok(())
+/// ```
 ///
 /// # Safety
 /// As for [`op_unchecked`].
