@@ -4,11 +4,11 @@ documents.py [--root FOLDER] FILE...
 
 - A relative link leads to a file or folder that git has, or that is there; its #anchor is a heading
   of it.
-- A block of code in C, C++ or Rust below a line that begins with "From [name](path)", or has ", from
-  [name](path)" in it, stands in that file, line by line.
 - The file of a `{literalinclude}` is there, and has the text at which the part begins or ends. In the
-  pages that teach (docs/start.md, docs/tutorial, docs/howto) all code in C, C++ and Rust comes by it,
-  out of files that the nearest BUILD file names: those of tests and samples.
+  pages of the site (below docs/) all code in C, C++ and Rust comes by it.
+- Elsewhere a block of such code stands below a line that has a sentence "From [name](path)", or ", from
+  [name](path)" in one, and in that file, line by line.
+- Either way the file is one that the nearest BUILD file names: that of a test or a sample.
 
 Prints what is wrong as FILE:LINE: and ends with 1.
 """
@@ -17,17 +17,18 @@ import re
 import sys
 
 LINK = re.compile(r"(?<!!)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()\s]*\))?)\)")
-SOURCE = re.compile(r"(?:^|, )[Ff]rom \[[^\]]+\]\(([^)\s]+)\)")
+SOURCE = re.compile(r"(?:^|[,.:] )[Ff]rom \[[^\]]+\]\(([^)\s]+)\)")
 CODE = {"c", "cpp", "rust"}
 # Those with other names for these languages.
 SPELLED = {"c++": "cpp", "cc": "cpp", "cxx": "cpp", "hpp": "cpp", "h": "c", "rs": "rust"}
 PART = re.compile(r":(start-after|start-at|end-before|end-at): +\"?(.*?)\"?$")
-TEACHING = re.compile(r"docs/(start\.md|(tutorial|howto)/.*)$")
+SITE = re.compile(r"docs/.*$")
 # ``` or more, ~~~ or :::, then a language, or a directive of MyST with its argument.
 FENCE = re.compile(r"\s*(`{3,}|~{3,}|:{3,})\s*(?:\{([\w-]+)\}\s*(\S*)|([\w+-]*)).*$")
 # Directives whose content is Markdown.
 CONTAINERS = {"tab-set", "tab-item", "note", "tip", "warning", "important", "caution", "admonition", "dropdown", "grid",
               "grid-item", "grid-item-card", "card", "seealso", "hint"}
+UNTESTED = "%s is of no test: the BUILD file above it does not name it"
 
 
 def read(path):
@@ -99,8 +100,8 @@ def check_include(target, options, path, root):
         yield "%s is not there" % target
         return
     source = os.path.normpath(os.path.join(os.path.dirname(path), target))
-    if TEACHING.match(path) and not is_tested(source, root):
-        yield "%s is of no test: the BUILD file above it does not name it" % target
+    if SITE.match(path) and not is_tested(source, root):
+        yield UNTESTED % target
     lines, begin = read(file), 0
     for option in options:
         part = PART.match(option)
@@ -115,14 +116,20 @@ def check_include(target, options, path, root):
 
 def check_block(path, language, source, block, root):
     """What is wrong with code that stands in a page itself, or None."""
-    if language in CODE and TEACHING.match(path):
-        return "code of a page that teaches has to be a {literalinclude} of a file that is tested"
-    if language not in CODE or not source:
+    if language not in CODE:
         return None
+    if SITE.match(path):
+        return "code of a page of the site has to be a {literalinclude} of a file that is tested"
+    if not source:
+        return "code has to be of a file that is tested: say above it from which, as From [name](path)"
     file = os.path.join(root, os.path.dirname(path), source)
     if not os.path.exists(file):
         return "the code is said to be from %s, which is not there" % source
-    return None if contains(read(file), block) else "the code is not what %s has" % source
+    if not contains(read(file), block):
+        return "the code is not what %s has" % source
+    if not is_tested(os.path.normpath(os.path.join(os.path.dirname(path), source)), root):
+        return UNTESTED % source
+    return None
 
 
 def check(path, root):

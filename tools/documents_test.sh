@@ -3,12 +3,15 @@
 set -euo pipefail
 tool=$TEST_SRCDIR/$TEST_WORKSPACE/tools/documents.py
 root=$(mktemp -d "$TEST_TMPDIR/documents.XXXXXX")
-mkdir "$root/docs"
+mkdir "$root/docs" "$root/notes"
 printf 'int one() {\n  return 1;\n}\n\nint two() { return 2; }\n' >"$root/code.cc"
 printf '# A heading\n\n## Its `code`, and [a link](x.md)\n\n## Twice\n\n## Twice\n\n```sh\n# no heading\n```\n' >"$root/docs/other.md"
+cp "$root/docs/other.md" "$root/notes/"
+cp "$root/code.cc" "$root/loose.cc"
+echo 'cc_test(name = "code", srcs = ["code.cc"])' >"$root/BUILD.bazel"
 
 failed=0
-page=docs/page.md
+page=notes/page.md
 # check WHAT EXPECTED: of standard input as $page.
 check() {
   local status=0 said
@@ -26,11 +29,11 @@ check "good links" "" <<'END'
 `[no link](nowhere.md)`
 ## Here
 END
-check "dead links" "docs/page.md:2: nowhere.md is not there
-docs/page.md:2: docs/other.md has no heading #no-heading
-docs/page.md:3: docs/page.md has no heading #there
-docs/page.md:3: ../../etc leads out of the tree
-docs/page.md:3: /etc/passwd leads out of the tree" <<'END'
+check "dead links" "notes/page.md:2: nowhere.md is not there
+notes/page.md:2: notes/other.md has no heading #no-heading
+notes/page.md:3: notes/page.md has no heading #there
+notes/page.md:3: ../../etc leads out of the tree
+notes/page.md:3: /etc/passwd leads out of the tree" <<'END'
 
 [one](nowhere.md) [two](other.md#no-heading)
 [three](#there) [four](../../etc) [five](/etc/passwd)
@@ -48,13 +51,17 @@ Ours is this, from [code.cc](../code.cc):
 ```cpp
 int two() { return 2; }
 ```
-```cpp
-anything(at, all);
+Yours is another. From [code.cc](../code.cc), the second one:
+```c++
+int two() { return 2; }
+```
+```python
+anything(at, all)
 ```
 END
-check "code that is no file's" "docs/page.md:3: the code is not what ../code.cc has
-docs/page.md:8: ../gone.cc is not there
-docs/page.md:9: the code is said to be from ../gone.cc, which is not there" <<'END'
+check "code that is no file's" "notes/page.md:3: the code is not what ../code.cc has
+notes/page.md:8: ../gone.cc is not there
+notes/page.md:9: the code is said to be from ../gone.cc, which is not there" <<'END'
 From [code.cc](../code.cc):
 
 ```cpp
@@ -81,10 +88,10 @@ check "parts of files in tabs" "" <<'END'
 ```{literalinclude} ../code.cc
 ```
 END
-check "parts that are not there" "docs/page.md:1: ../gone.cc is not there
-docs/page.md:3: ../code.cc has no \"int three\" after that
-docs/page.md:7: ../code.cc has no \"int one\" after that
-docs/page.md:11: gone.md is not there" <<'END'
+check "parts that are not there" "notes/page.md:1: ../gone.cc is not there
+notes/page.md:3: ../code.cc has no \"int three\" after that
+notes/page.md:7: ../code.cc has no \"int one\" after that
+notes/page.md:11: gone.md is not there" <<'END'
 ```{literalinclude} ../gone.cc
 ```
 ```{literalinclude} ../code.cc
@@ -97,8 +104,8 @@ docs/page.md:11: gone.md is not there" <<'END'
 ```
 [a dead link](gone.md)
 END
-check "half of a line, and code with a hole" "docs/page.md:2: the code is not what ../code.cc has
-docs/page.md:7: the code is not what ../code.cc has" <<'END'
+check "half of a line, and code with a hole" "notes/page.md:2: the code is not what ../code.cc has
+notes/page.md:7: the code is not what ../code.cc has" <<'END'
 From [code.cc](../code.cc):
 ```cpp
 int two()
@@ -110,7 +117,18 @@ int one() {
 }
 ```
 END
-check "the source of a section ends with it" "" <<'END'
+check "code of a file that is no test's, and of none" "notes/page.md:2: ../loose.cc is of no test: the BUILD file above it does not name it
+notes/page.md:6: code has to be of a file that is tested: say above it from which, as From [name](path)" <<'END'
+From [loose.cc](../loose.cc):
+```cpp
+int two() { return 2; }
+```
+# Next
+```rs
+fn three();
+```
+END
+check "the source of a section ends with it" "notes/page.md:3: code has to be of a file that is tested: say above it from which, as From [name](path)" <<'END'
 From [code.cc](../code.cc), nothing.
 # Next
 ```cpp
@@ -123,8 +141,8 @@ mkdir -p "$root/samples" "$root/docs/tutorial"
 printf 'int main() {}\n' >"$root/samples/tested.cc"
 printf 'int main() {}\n' >"$root/samples/loose.cc"
 echo 'cc_test(name = "tested", srcs = ["tested.cc"])' >"$root/samples/BUILD.bazel"
-check "links in tabs" "docs/page.md:4: nowhere.md is not there
-docs/page.md:12: nowhere.md is not there" <<'END'
+check "links in tabs" "notes/page.md:4: nowhere.md is not there
+notes/page.md:12: nowhere.md is not there" <<'END'
 `````{tab-set}
 ````{tab-item} C++
 :sync: cpp
@@ -142,8 +160,8 @@ END
 page=docs/tutorial/page.md
 check "code that is taught" "docs/tutorial/page.md:4: ../../samples/loose.cc is of no test: the BUILD file above it does not name it
 docs/tutorial/page.md:6: ../../samples/gone.cc is not there
-docs/tutorial/page.md:8: code of a page that teaches has to be a {literalinclude} of a file that is tested
-docs/tutorial/page.md:12: code of a page that teaches has to be a {literalinclude} of a file that is tested" <<'END'
+docs/tutorial/page.md:8: code of a page of the site has to be a {literalinclude} of a file that is tested
+docs/tutorial/page.md:12: code of a page of the site has to be a {literalinclude} of a file that is tested" <<'END'
 ```{literalinclude} ../../samples/tested.cc
 :language: cpp
 ```
@@ -161,6 +179,16 @@ int main();
 ::::
 ```sh
 make
+```
+END
+page=docs/page.md
+check "code of a page of the site" "docs/page.md:2: code of a page of the site has to be a {literalinclude} of a file that is tested" <<'END'
+From [code.cc](../code.cc):
+```cpp
+int two() { return 2; }
+```
+```{literalinclude} ../code.cc
+:start-at: int two
 ```
 END
 exit $failed

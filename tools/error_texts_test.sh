@@ -9,13 +9,14 @@ return absl::NotFoundError(absl::StrCat("there is no worker '", name,
                                         "this job"));
 END
 echo 'Fail("it is \"full\": ", what);' >two.cc
+echo '  DG_ABORTED = 10,' >codes.h
 
 failed=0
-# check WHAT EXPECTED: of standard input as page.md.
+# check WHAT EXPECTED [PAGE]: of standard input as page.md, before another page.
 check() {
   local status=0 said
   cat >page.md
-  said=$(python3 "$tool" page.md one.cc two.cc) || status=$?
+  said=$(python3 "$tool" page.md "${@:3}" -- one.cc two.cc codes.h) || status=$?
   if [[ $said != "$2" || $status != $([[ -z $2 ]] && echo 0 || echo 1) ]]; then
     echo "FAILED: $1: status $status; it said '$said', not '$2'" >&2
     failed=1
@@ -38,5 +39,38 @@ check "no text" "page.md:1: this heading has no text of an error between backtic
 END
 check "nothing at all" "page.md has no texts of errors" <<'END'
 ## Errors
+END
+
+cat >table.md <<'END'
+| you see | because |
+| --- | --- |
+| `calling …: there is no worker '…' in this job` | one |
+| `there is no worker '…' in this job: it is "full": …` | two |
+| `ABORTED`, with a name | three |
+| nothing: `no text of an error` | four |
+
+| what | why |
+| --- | --- |
+| `no text of an error` | five |
+END
+sed -i 's/calling …/it is "full"/' table.md
+check "tables" "" table.md <<'END'
+### `it is "full": …`
+END
+sed 's/ABORTED/FAILED/; s/no worker/some worker/; s/is one/is another/' table.md >changed.md
+check "texts of tables that have changed" "changed.md:3: no file has all of [\"there is some worker '\", \"' in this job\"]
+changed.md:4: no file has all of [\"there is some worker '\", \"' in this job\"]
+changed.md:5: there is no code FAILED" changed.md <<'END'
+### `it is "full": …`
+END
+check "a table of the first page" "page.md:4: this has no text of an error" <<'END'
+### `it is "full": …`
+| you see | because |
+| --- | --- |
+| `…: …` | it is short |
+END
+echo "| you say | because |" >table.md
+check "no table" "no page has a table of errors" table.md <<'END'
+### `it is "full": …`
 END
 exit $failed

@@ -20,7 +20,9 @@ edition = "2021"
 [dependencies]
 %(name)s = { path = "%(folder)s", features = ["%(features)s"] }
 """,
-    "build.rs": """fn main() {
+    "build.rs": """\
+// build.rs, with distgrad among the dependencies
+fn main() {
     println!("cargo::rustc-link-arg=-Wl,-rpath,{}", std::env::var("DEP_DISTGRAD_LIB").unwrap());
 }
 """,
