@@ -34,7 +34,7 @@ SYSTEM = {
 # Tracked files that stand in share/doc/distgrad as they do in the tree, so that links among them lead
 # somewhere. The crate is beside them, in bindings/rust, and the site, in html.
 DOCUMENTS = ["README.md", "CHANGELOG.md", "capi/CHANGELOG.md", "docs", "bindings/README.md", "bindings/c",
-             "bindings/cpp"]
+             "bindings/cpp", "bindings/ctypes_test.py", "tests/pages"]
 NO_DOCUMENTS = re.compile(r".*BUILD\.bazel")
 # The wheels of @sphinx whose styles and scripts are in the site.
 IN_SITE = ["furo", "snowballstemmer", "sphinx", "sphinx_basic_ng", "sphinx_design"]

@@ -149,6 +149,9 @@ try "tarball: unpacked" "$root" alone "tar -xzf /opt/release/$tarball -C /opt
 samples='cp -r /opt/distgrad/share/doc/distgrad/bindings/{c,cpp} /tmp; export PKG_CONFIG_PATH=/opt/distgrad/lib/pkgconfig'
 try "tarball: C by pkg-config: hello, split, custom_handler" "$root" alone "$samples
   cd /tmp/c; make hello split custom_handler; ./custom_handler; ./split; ./hello | grep '^Hello process one'"
+try "tarball: apt-get install libuv1-dev" "$root" online "$(installing libuv1-dev)"
+try "tarball: C by pkg-config: all samples, also that for libuv, and the loops of epoll and libuv" "$root" alone '
+  export PKG_CONFIG_PATH=/opt/distgrad/lib/pkgconfig; cd /tmp/c; make; test -x libuv; ./epoll; ./libuv'
 try "tarball: moved to another place" "$root" alone 'mv /opt/distgrad /srv/distgrad
   export PKG_CONFIG_PATH=/srv/distgrad/lib/pkgconfig; cd /tmp/c; make -B hello; ./hello | grep "^Hello process one"
   mv /srv/distgrad /opt/distgrad'
@@ -161,6 +164,9 @@ try "tarball: C++ and C, two processes with a key, as a launcher starts them" "$
   for split in /tmp/cpp/split /tmp/c/split; do RANK=1 $split & RANK=0 $split; wait $!; done'
 try "tarball: apt-get install cmake" "$root" online "$(installing cmake)"
 try "tarball: C and C++ by CMake" "$root" alone "$cmake_user cmake -S . -B build -DCMAKE_PREFIX_PATH=/opt/distgrad; $built"
+try "tarball: apt-get install python3" "$root" online "$(installing python3)"
+try "tarball: asyncio awaits calls, by ctypes" "$root" alone \
+  'python3 /opt/distgrad/share/doc/distgrad/bindings/ctypes_test.py /opt/distgrad/lib/libdistgrad.so.1'
 try "tarball: Rust, hello of its own copy of the crate, by DISTGRAD_DIR" "$root" alone "$rust_user
   export DISTGRAD_DIR=/opt/distgrad; cp -r /opt/distgrad/share/doc/distgrad/bindings/rust /tmp/rust; cd /tmp/rust
   cargo run --example hello | grep '^Hello process one'"
