@@ -32,20 +32,19 @@ namespace {
 
 // [doc: part]
 // On every worker, before the first save or load: what it has.
-absl::StatusOr<std::unique_ptr<CheckpointPart>> CreatePart(
-    Worker* worker, const TensorMap& parameters_and_buffers, const Optimizer* optimizer,
-    int* epoch) {
+absl::StatusOr<std::unique_ptr<CheckpointPart>> CreatePart(Worker* worker,
+                                                           const TensorMap& parameters_and_buffers,
+                                                           const Optimizer* optimizer, int* epoch) {
+  const auto save_values = [epoch] { return CheckpointValues{{"epoch", absl::StrCat(*epoch)}}; };
   const auto load_values = [epoch](const LoadedValues& loaded) {
     const auto found = loaded.values.find("epoch");
     const bool read = found != loaded.values.end() && absl::SimpleAtoi(found->second, epoch);
     return read ? absl::OkStatus() : absl::DataLossError("the checkpoint has no epoch");
   };
-  return CheckpointPart::Create(
-      worker,
-      {.tensors = parameters_and_buffers,
-       .optimizers = {{"sgd", optimizer}},  // ours, or libtorch's
-       .save_values = [epoch] { return CheckpointValues{{"epoch", absl::StrCat(*epoch)}}; },
-       .load_values = load_values});
+  return CheckpointPart::Create(worker, {.tensors = parameters_and_buffers,
+                                         .optimizers = {{"sgd", optimizer}},  // ours, or libtorch's
+                                         .save_values = save_values,
+                                         .load_values = load_values});
 }
 // [doc: end]
 
@@ -114,8 +113,8 @@ std::string TestPath(const std::string& name) {
 // A job of one worker, whose step takes 1 from each of two numbers.
 struct Job {
   explicit Job(double begin) : weight(at::full({2}, begin).requires_grad_()) {
-    auto made = Optimizer::Create(&worker(), std::make_unique<torch::optim::SGD>(
-                                                 std::vector<at::Tensor>{weight}, /*lr=*/1));
+    auto made = Optimizer::Create(
+        &worker(), std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, /*lr=*/1));
     EXPECT_TRUE(made.ok()) << made.status();
     optimizer = *std::move(made);
   }

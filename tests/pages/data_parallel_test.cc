@@ -103,8 +103,8 @@ TEST(DataParallelPageTest, ReplicasStayTheSame) {
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       const std::string rendezvous = absl::StrCat(url, "?rank=", rank);
-      said[rank] = TrainTogether(nets[rank], batches[rank],
-                                 {.rendezvous = rendezvous, .world_size = 2});
+      said[rank] =
+          TrainTogether(nets[rank], batches[rank], {.rendezvous = rendezvous, .world_size = 2});
     });
   }
   for (std::thread& thread : threads) thread.join();

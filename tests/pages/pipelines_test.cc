@@ -141,10 +141,11 @@ TEST(PipelinesPageTest, ReplicasHaveTheSameGradients) {
       stage.targets = 0;
       const auto stages = CreateReplica(worker, 0, stage, {{"weight", weight}}, replica, 2);
       ASSERT_TRUE(stages.ok()) << stages.status();
-      const auto pipeline = Pipeline::Create(worker, {.name = "model",
-                                                      .workers = {WorkerName(replica)},
-                                                      .schedule = *GPipe(1, 2),
-                                                      .reduction = PipelineOptions::Reduction::kSum});
+      const auto pipeline =
+          Pipeline::Create(worker, {.name = "model",
+                                    .workers = {WorkerName(replica)},
+                                    .schedule = *GPipe(1, 2),
+                                    .reduction = PipelineOptions::Reduction::kSum});
       ASSERT_TRUE(pipeline.ok()) << pipeline.status();
       const Context context = worker->NewContext();
       // The gradient of each replica is the sum of its rows: 4, and 12.
