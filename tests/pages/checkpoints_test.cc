@@ -48,10 +48,10 @@ absl::StatusOr<std::unique_ptr<CheckpointPart>> CreatePart(Worker* worker,
 }
 // [doc: end]
 
-// [doc: run]
+// [doc: train]
 // On one of them: goes on from the newest checkpoint of the folder, and saves after each step.
-absl::Status Run(Worker* worker, const std::string& folder, int64_t steps,
-                 absl::FunctionRef<absl::Status()> step) {
+absl::Status TrainUntil(Worker* worker, const std::string& folder, int64_t steps,
+                        absl::FunctionRef<absl::Status()> step) {
   auto checkpoints = CheckpointManager::Create(worker, folder, {.keep = 3});
   if (!checkpoints.ok()) return checkpoints.status();
   int64_t done = 0;
@@ -139,7 +139,7 @@ TEST(CheckpointsPageTest, ARunGoesOnWhereTheLastOneEnded) {
         CreatePart(&job.worker(), {{"weight", job.weight}}, job.optimizer.get(), &job.epoch);
     ASSERT_TRUE(part.ok()) << part.status();
     const absl::Status ran =
-        Run(&job.worker(), TestPath("run"), steps, [&job] { return job.Step(); });
+        TrainUntil(&job.worker(), TestPath("run"), steps, [&job] { return job.Step(); });
     ASSERT_TRUE(ran.ok()) << ran;
     EXPECT_TRUE(at::equal(job.weight.detach(), at::full({2}, 10.0 - static_cast<double>(steps))));
     EXPECT_EQ(job.epoch, steps);
