@@ -15,6 +15,7 @@ mapfile -d '' pages < <(listed '*.md')
 mapfile -d '' shown < <(listed 'docs/*.md' ':!docs/errors.md')
 mapfile -d '' sources < <(listed 'core/*.h' 'core/*.cc' 'capi/*.h' 'capi/*.cc' 'bindings/rust/src/*.rs' ':!*_test.cc')
 ((${#pages[@]} && ${#shown[@]} && ${#sources[@]})) || { echo "FAILED: git lists no files" >&2; exit 1; }
+echo "${#pages[@]} pages, ${#sources[@]} sources, in $PWD"
 status=0
 python3 tools/documents.py "${pages[@]}" || status=$?
 python3 tools/error_texts.py docs/errors.md "${shown[@]}" -- "${sources[@]}" || status=$?
