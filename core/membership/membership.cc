@@ -496,6 +496,7 @@ void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
   {
     absl::MutexLock lock(&mu_);
     lost_[member.rank] = lost;
+    ++unsaid_[member.rank];
   }
   announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
 }
@@ -530,6 +531,8 @@ void Membership::Announce(const LostMember& lost) {
     // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
     if (!status.ok() && !absl::IsDeadlineExceeded(status)) return;
   }
+  absl::MutexLock lock(&mu_);
+  if (next == kDone && --unsaid_[lost.worker.rank] == 0) unsaid_.erase(lost.worker.rank);
 }
 
 absl::Status Membership::DenyLoss() {
@@ -549,6 +552,11 @@ absl::StatusOr<int64_t> Membership::Changes() {
 }
 
 absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<WorkerInfo>& members) {
+  std::map<WorkerRank, int> unsaid;
+  {
+    absl::MutexLock lock(&mu_);
+    unsaid = unsaid_;
+  }
   std::vector<std::string> keys;
   for (const WorkerInfo& member : members) keys.push_back(LostKey(member.rank));
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries,
@@ -558,7 +566,11 @@ absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<Worker
     if (members[i].left) continue;
     Loss loss = LossOf(members[i], entries[i]);
     if (loss.is_lost) losses.lost.push_back({members[i], std::move(loss.reason)});
-    if (loss.is_denied) losses.denied.push_back(members[i]);
+    if (!loss.is_denied) continue;
+    // That an earlier loss was taken back says nothing of a later one, which is on its way there.
+    const bool is_said = unsaid.count(members[i].rank) == 0;
+    losses.are_all_said = losses.are_all_said && is_said;
+    if (is_said) losses.denied.push_back(members[i]);
   }
   return losses;
 }

@@ -121,6 +121,9 @@ class Membership {
   struct Losses {
     std::vector<LostMember> lost;
     std::vector<WorkerInfo> denied;
+    // False if somebody has taken back that a member is lost whose loss, as MarkLost() was told,
+    // the store may not have had yet: that may be an earlier one, so it is not in `denied`.
+    bool are_all_said = true;
   };
   absl::StatusOr<Losses> LossesOf(const std::vector<WorkerInfo>& members);
 
@@ -228,6 +231,8 @@ class Membership {
 
   absl::Mutex mu_;
   std::map<WorkerRank, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  // How many words of MarkLost() for each may not be in the store yet; not 0.
+  std::map<WorkerRank, int> unsaid_ ABSL_GUARDED_BY(mu_);
   Store::Value changes_ ABSL_GUARDED_BY(mu_);
 
   ThreadPool announcer_{"dg-lost", 1};  // goes first

@@ -717,6 +717,55 @@ TEST_F(RunningJobTest, WhoWasTakenForLostSaysAtTheEndThatItLives) {
   other.join();
 }
 
+// Holds the first word that worker 1 is lost until it may go on. Thread-safe.
+class LateWordStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (key == "lost/1" && !held.HasBeenNotified()) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+  absl::Notification held, go_on;
+};
+
+// It was taken for lost before, and has said that it lives; then it dies.
+TEST_F(RunningJobTest, WhatWasSaidOfAnEarlierLossIsNotTakenForAWordOnALaterOne) {
+  Start(2);
+  ASSERT_TRUE(store_->Set("lost/1", "", Later()).ok());
+  const auto late = std::make_shared<LateWordStore>(store_);
+  Membership members(late, {.rank = 0, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  const WorkerInfo worker1 = *members.Find("worker1", Later());
+  EXPECT_EQ(members.LossesOf({worker1})->denied.size(), 1u);
+  members.MarkLost(worker1, "it died");
+  late->held.WaitForNotification();
+  absl::StatusOr<Membership::Losses> losses = members.LossesOf({worker1});
+  ASSERT_TRUE(losses.ok()) << losses.status();
+  EXPECT_TRUE(losses->lost.empty());
+  EXPECT_TRUE(losses->denied.empty());
+  EXPECT_FALSE(losses->are_all_said);
+  late->go_on.Notify();
+  const std::string keys[] = {"lost/1"};
+  const Store::Value taken_back[] = {""};
+  ASSERT_TRUE(store_->AwaitChange(keys, taken_back, Later()).ok());
+  losses = members.LossesOf({worker1});
+  ASSERT_TRUE(losses.ok()) << losses.status();
+  ASSERT_EQ(losses->lost.size(), 1u);
+  EXPECT_EQ(losses->lost[0].reason, "it died");
+  // It lives after all, and takes that back, too. Until the one that has written the word knows
+  // that it is there nothing is said of it.
+  ASSERT_TRUE(store_->Set("lost/1", "", Later()).ok());
+  do {
+    losses = members.LossesOf({worker1});
+    ASSERT_TRUE(losses.ok()) << losses.status();
+    EXPECT_EQ(losses->denied.size(), losses->are_all_said ? 1u : 0u);
+  } while (!losses->are_all_said);
+}
+
 // Who served the store may be the one that is lost.
 TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
   Start(2);

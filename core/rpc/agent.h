@@ -159,7 +159,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   void WatchToo(WorkerRank member);
   void StopWatching();
   // Marks that incarnation of a member as lost, as OnUnreachable() or another worker said, or as
-  // alive after all. It stays a member.
+  // alive after all, as it says itself in a word that is later than its loss. It stays a member.
   void SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerRank worker, Incarnation incarnation);
   // Keeps from now on what happens to members, in its order, until it is taken; or no longer.

@@ -184,7 +184,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
       link->HearBulk();
       break;
     case FrameKind::kLeaving:
-      peers_->SetLeft(*peer);
+      peers_->SetLeft(*peer, link->incarnation());
       service_->OnMemberEvents();
       break;
     case FrameKind::kBulk:
@@ -195,7 +195,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
           absl::StrCat("it refused the connection: ", frame.status.message())));
       break;
     case FrameKind::kPong:
-      link->SetAnswered();
+      links_->OnPong(link);
       break;
     case FrameKind::kHello:
       break;

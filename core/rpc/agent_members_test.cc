@@ -900,6 +900,57 @@ TEST_F(PlayedPeerTest, ALossIsToldBeforeTheNextConnectionIsOpened) {
   AwaitAccepted(0);
 }
 
+// What happened to members since this was last asked, as "lost 1 joined 1".
+std::string Happened(const TestAgent& node) {
+  std::string happened;
+  for (const MemberEvent& event : node.agent->TakeEvents()) {
+    const char* const kinds[] = {"?", "joined", "left", "lost"};
+    absl::StrAppend(&happened, happened.empty() ? "" : " ", kinds[static_cast<int>(event.kind)],
+                    " ", event.rank);
+  }
+  return happened;
+}
+
+// A worker that dies may have opened a connection just before; and that it is lost may be told, by
+// way of the store, before what it has sent there is taken in.
+TEST_F(PlayedPeerTest, WhatOneHasSentBeforeItDiedDoesNotBringItBack) {
+  x_.agent->KeepEvents(true);
+  x_.agent->SetLost(1, y_.incarnation, "it died");
+  const Played late = Connect({});
+  late.Ping(1);
+  EXPECT_EQ(Happened(x_), "lost 1");
+  late.connection->Close();
+  // One that lives answers what is sent now.
+  const Played live = Connect({.number = 1});
+  live.Ping(1);
+  live.end->Await(FrameKind::kPing, 1);
+  EXPECT_EQ(Happened(x_), "");
+  live.Send(FrameKind::kPong);
+  live.Ping(2);
+  EXPECT_EQ(Happened(x_), "joined 1");
+}
+
+// An answer may be older than the loss that is told by then.
+TEST_F(PlayedPeerTest, WhatOneHasAnsweredBeforeItDiedDoesNotBringItBack) {
+  x_.agent->KeepEvents(true);
+  const Played asked = Connect({});
+  asked.Ping(1);
+  clock_.Advance(kLimit / 5);
+  clock_.Advance(kLimit / 5);
+  asked.end->Await(FrameKind::kPing, 1);
+  x_.agent->SetLost(1, y_.incarnation, "it died");
+  asked.Send(FrameKind::kPong);
+  asked.Ping(2);
+  EXPECT_EQ(Happened(x_), "lost 1") << "it was asked before";
+  const Played again = Connect({.number = 1});
+  again.end->Await(FrameKind::kPing, 1);
+  x_.agent->SetAlive(1, y_.incarnation);  // as the store says
+  x_.agent->SetLost(1, y_.incarnation, "it died after all");
+  again.Send(FrameKind::kPong);
+  again.Ping(1);
+  EXPECT_EQ(Happened(x_), "joined 1 lost 1") << "it was asked before the second loss";
+}
+
 TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
   std::set<WorkerRank> with = ConnectedWith(a());
   std::vector<std::unique_ptr<TestAgent>> late;

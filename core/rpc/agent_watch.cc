@@ -1,5 +1,6 @@
 // Keeps connections with the members that an agent watches (member_watch.h).
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -86,7 +87,8 @@ void Agent::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_vie
 }
 
 void Agent::SetAlive(WorkerRank worker, Incarnation incarnation) {
-  if (peers_->SetAlive(worker, incarnation)) service_->OnMemberEvents();
+  const uint64_t loss = peers_->LossOf(worker, incarnation);
+  if (peers_->SetAlive(worker, incarnation, loss)) service_->OnMemberEvents();
 }
 
 }  // namespace distgrad

@@ -363,7 +363,7 @@ bool LinkTable::HasGivenUp(const Hello& hello) const {
 void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
   for (;;) {
     std::vector<std::shared_ptr<Link>> dropped;
-    bool is_given_up;
+    bool is_given_up, is_lost = false;
     {
       absl::MutexLock lock(&mu_);
       const auto found = links_.find(link->number());
@@ -382,20 +382,38 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
       } else {
         ended.next_other = std::max(ended.next_other, hello.number + 1);
         found->second.peers_number = hello.number;
+        // Before others know the link, and ping it.
+        found->second.loss = peers_->LossOf(hello.from, hello.from_incarnation);
+        is_lost = found->second.loss != 0;
         link->SetPeer(hello.from, hello.from_incarnation);
         // Two workers may open connections to each other at the same time; then both stay.
         if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
       }
     }
     if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
-    if (dropped.empty()) break;
+    if (dropped.empty()) {
+      // It may have been silent for long, and speak again; or it is dead, and has sent this before
+      // it died. What it answers now it has not sent before it was taken for lost.
+      if (is_lost) SendFrame(*link, {.kind = FrameKind::kPing});
+      return;
+    }
     EndDropped(hello.from, dropped,
                absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(hello.from),
                                                    " has given up the connection, and opened "
                                                    "another one")));
   }
-  // It was silent for long, and speaks again.
-  if (!peers_->SetAlive(hello.from, hello.from_incarnation)) return;
+}
+
+void LinkTable::OnPong(const std::shared_ptr<Link>& link) {
+  link->SetAnswered();
+  uint64_t loss = 0;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = links_.find(link->number());
+    if (found != links_.end()) loss = std::exchange(found->second.loss, 0);
+  }
+  const std::optional<WorkerRank> peer = link->peer();
+  if (loss == 0 || !peer || !peers_->SetAlive(*peer, link->incarnation(), loss)) return;
   if (const auto user = user_.lock()) user->OnMemberEvents();
 }
 

@@ -85,9 +85,10 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   // Opens a link to a peer, if there is none; heartbeats keep it.
   void Ping(WorkerRank peer);
 
-  // Take the frames that concern a link: a hello, and a peer's wish for a bulk link, with our
-  // number for it.
+  // Take the frames that concern a link: a hello, the answer to a ping, and a peer's wish for a
+  // bulk link, with our number for it.
   absl::Status OnHello(const std::shared_ptr<Link>& link, WireReader& reader);
+  void OnPong(const std::shared_ptr<Link>& link);
   void OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint64_t number);
 
   // Takes in what the store says of a worker.
@@ -125,6 +126,9 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     absl::Time asked_for = absl::InfinitePast();  // when we wanted it
     Mark mark = Mark::kNone;
     uint64_t peers_number = 0;  // of one that was accepted: what its hello says
+    // Of one that was accepted from a peer that is taken for lost: the loss (Peers::LossOf) after
+    // which it was pinged, as long as that is not answered. 0: none.
+    uint64_t loss = 0;
   };
   // What has ended of the links with a peer, by the numbers that their openers gave them.
   struct Ended {

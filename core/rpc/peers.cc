@@ -125,10 +125,10 @@ absl::StatusOr<bool> Peers::UpdatePeer(const WorkerInfo& worker) {
   return is_new;
 }
 
-void Peers::SetLeft(WorkerRank worker) {
+void Peers::SetLeft(WorkerRank worker, Incarnation incarnation) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
-  if (it == workers_.end() || it->second.left) return;
+  if (it == workers_.end() || it->second.left || it->second.incarnation != incarnation) return;
   if (lost_.erase(worker) == 0) Record(MemberEvent::Kind::kLeft, it->second);
   WorkerInfo left = it->second;
   left.left = true;
@@ -141,18 +141,29 @@ bool Peers::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_vie
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.left || it->second.incarnation != incarnation ||
-      worker == self_.rank || !lost_.insert(worker).second) {
+      worker == self_.rank || lost_.contains(worker)) {
     return false;
   }
+  lost_.emplace(worker, ++last_loss_);
   Record(MemberEvent::Kind::kLost, it->second, reason);
   return true;
 }
 
-bool Peers::SetAlive(WorkerRank worker, Incarnation incarnation) {
+uint64_t Peers::LossOf(WorkerRank worker, Incarnation incarnation) const {
+  absl::MutexLock lock(&mu_);
+  const auto it = workers_.find(worker);
+  if (it == workers_.end() || it->second.incarnation != incarnation) return 0;
+  const auto lost = lost_.find(worker);
+  return lost == lost_.end() ? 0 : lost->second;
+}
+
+bool Peers::SetAlive(WorkerRank worker, Incarnation incarnation, uint64_t loss) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.incarnation != incarnation) return false;
-  if (lost_.erase(worker) == 0) return false;
+  const auto lost = lost_.find(worker);
+  if (lost == lost_.end() || lost->second != loss) return false;
+  lost_.erase(lost);
   Record(MemberEvent::Kind::kJoined, it->second);
   return true;
 }

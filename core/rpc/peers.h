@@ -3,13 +3,13 @@
 #define DISTGRAD_CORE_RPC_PEERS_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/btree_map.h"
-#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -47,14 +47,18 @@ class Peers {
   // that is over; kResourceExhausted beyond max_workers.
   absl::StatusOr<bool> UpdatePeer(const WorkerInfo& worker);
 
-  // Marks a worker as one that has left, as it says itself.
-  void SetLeft(WorkerRank worker);
+  // Marks that incarnation of a worker as one that has left, as it says itself. What is said by one
+  // that is over, and has come late, changes nothing.
+  void SetLeft(WorkerRank worker, Incarnation incarnation);
   // Marks that incarnation of it as lost. It stays a member, for it may come back. Returns false if
   // this was known, or if it has left or come back since.
   bool SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
-  // Marks that incarnation of it, which was heard of, as alive. Returns true if it was taken for
-  // lost.
-  bool SetAlive(WorkerRank worker, Incarnation incarnation);
+  // Returns the number of the loss by which that incarnation of it is taken for lost; 0 if it is
+  // not.
+  uint64_t LossOf(WorkerRank worker, Incarnation incarnation) const;
+  // Marks that incarnation of it as alive, by a sign of life that is later than this loss. Returns
+  // false, and changes nothing, if it is not lost, or by a later loss.
+  bool SetAlive(WorkerRank worker, Incarnation incarnation, uint64_t loss);
   bool is_lost(WorkerRank worker) const;
 
   // Returns the members that this worker is to watch: the next `count` by rank, the first ones
@@ -91,8 +95,10 @@ class Peers {
   // Looked up for each call: the ranks by name, and how many have not left.
   absl::flat_hash_map<std::string, WorkerRank> ranks_ ABSL_GUARDED_BY(mu_);
   size_t size_ ABSL_GUARDED_BY(mu_) = 0;
-  // The ranks of workers_ that are lost, and have neither left nor come back.
-  absl::btree_set<WorkerRank> lost_ ABSL_GUARDED_BY(mu_);
+  // The ranks of workers_ that are lost, and have neither left nor come back, with the numbers of
+  // their losses; and the last number.
+  absl::btree_map<WorkerRank, uint64_t> lost_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_loss_ ABSL_GUARDED_BY(mu_) = 0;
   bool keeps_events_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);
 };

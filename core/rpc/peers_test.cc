@@ -19,6 +19,8 @@ WorkerInfo Info(WorkerRank rank, const std::string& name, uint64_t incarnation =
   return info;
 }
 
+constexpr Incarnation kFirst = Incarnation{1} << 32, kSecond = Incarnation{2} << 32;
+
 // Whether the look-ups agree with the list, which is made anew each time.
 void ExpectConsistent(const Peers& peers) {
   const std::vector<WorkerInfo> members = peers.Members();
@@ -45,9 +47,9 @@ TEST(PeersTest, WhoIsThereIsFoundByNameAndCounted) {
 TEST(PeersTest, WhoLeavesIsCountedNoMoreAndStillFound) {
   Peers peers(/*max_workers=*/100);
   ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b"), Info(2, "c")}).ok());
-  peers.SetLeft(1);
-  peers.SetLeft(1);
-  peers.SetLeft(7);
+  peers.SetLeft(1, kFirst);
+  peers.SetLeft(1, kFirst);
+  peers.SetLeft(7, kFirst);
   EXPECT_EQ(peers.size(), 2u);
   ExpectConsistent(peers);
   EXPECT_EQ(peers.Find("b").value(), 1);
@@ -57,6 +59,8 @@ TEST(PeersTest, WhoLeavesIsCountedNoMoreAndStillFound) {
   EXPECT_EQ(peers.size(), 1u);
   ASSERT_TRUE(peers.UpdatePeer(Info(1, "b", 2)).value());
   EXPECT_EQ(peers.size(), 2u) << "it is back";
+  peers.SetLeft(1, kFirst);
+  EXPECT_EQ(peers.size(), 2u) << "its former incarnation had said so before that";
   EXPECT_FALSE(peers.UpdatePeer(Info(1, "b", 1)).ok());
   EXPECT_EQ(peers.size(), 2u);
   ExpectConsistent(peers);
@@ -78,11 +82,11 @@ TEST(PeersTest, EachWatchesTheNextWhoIsThere) {
   EXPECT_EQ(peers.After(1), std::vector<WorkerRank>({5}));
   EXPECT_EQ(peers.After(9), std::vector<WorkerRank>({5, 0, 1}));
   EXPECT_EQ(peers.Before(), 1);
-  peers.SetLeft(1);
+  peers.SetLeft(1, kFirst);
   EXPECT_TRUE(peers.SetLost(5, Incarnation{1} << 32, "gone"));
   EXPECT_EQ(peers.After(9), std::vector<WorkerRank>({0}));
   EXPECT_EQ(peers.Before(), 0);
-  peers.SetLeft(0);
+  peers.SetLeft(0, kFirst);
   EXPECT_TRUE(peers.After(9).empty());
   EXPECT_EQ(peers.Before(), std::nullopt);
   ASSERT_TRUE(peers.UpdatePeer(Info(5, "f", 2)).value());
@@ -92,7 +96,7 @@ TEST(PeersTest, EachWatchesTheNextWhoIsThere) {
 TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
   Peers peers(/*max_workers=*/100);
   ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b"), Info(2, "c")}).ok());
-  peers.SetLeft(2);
+  peers.SetLeft(2, kFirst);
   EXPECT_TRUE(peers.TakeEvents().empty()) << "nobody had asked for them";
   peers.KeepEvents(true);
   ASSERT_TRUE(peers.UpdatePeer(Info(2, "c", 2)).ok());  // it is back
@@ -103,13 +107,19 @@ TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
   EXPECT_TRUE(peers.SetLost(1, Incarnation{1} << 32, "it is silent"));
   EXPECT_FALSE(peers.SetLost(1, Incarnation{1} << 32, "once more"));
   EXPECT_FALSE(peers.SetLost(0, Incarnation{1} << 32, "is this worker"));
-  EXPECT_TRUE(peers.SetAlive(1, Incarnation{1} << 32));
-  EXPECT_FALSE(peers.SetAlive(1, Incarnation{1} << 32));
+  const uint64_t loss = peers.LossOf(1, kFirst);
+  EXPECT_EQ(peers.LossOf(1, kSecond), 0u) << "of another incarnation";
+  EXPECT_FALSE(peers.SetAlive(1, kSecond, loss)) << "so is this";
+  EXPECT_TRUE(peers.SetAlive(1, kFirst, loss));
+  EXPECT_FALSE(peers.SetAlive(1, kFirst, loss));
+  EXPECT_FALSE(peers.SetAlive(1, kFirst, peers.LossOf(1, kFirst))) << "it is not lost";
   ASSERT_TRUE(peers.UpdatePeer(Info(1, "b", 2)).ok());  // comes back before anybody has missed it
-  peers.SetLeft(4);
+  peers.SetLeft(4, kFirst);
+  peers.SetLeft(1, kFirst);  // what the former one has said comes late
   ASSERT_TRUE(peers.UpdatePeer(Info(4, "e", 1, /*left=*/true)).ok());
   EXPECT_TRUE(peers.SetLost(1, Incarnation{2} << 32, "it died"));
-  peers.SetLeft(1);  // it had said so before it died
+  EXPECT_FALSE(peers.SetAlive(1, kSecond, loss)) << "what it did before an earlier loss";
+  peers.SetLeft(1, kSecond);  // it had said so before it died
   EXPECT_FALSE(peers.SetLost(4, Incarnation{1} << 32, "has left"));
 
   std::vector<std::string> told;

@@ -140,7 +140,8 @@ void MemberSync::Read() {
   }
   for (const WorkerInfo& member : losses->denied)
     parts_.agent.SetAlive(member.rank, member.incarnation);
-  changes_ = *changes;
+  // What this worker itself has to say of a loss is read when it is there.
+  if (losses->are_all_said) changes_ = *changes;
 }
 
 }  // namespace distgrad
