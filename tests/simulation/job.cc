@@ -180,6 +180,7 @@ void Job::KillWorker(int i, bool silently) {
   disturbed_ = killed_ = true;
   if (silently) killed_silently_ = true;
   Note("kill", i);
+  NoteDeath(*process);
   network_->Kill(process->host->address(), silently);
   groups_.Kill(process->host->address(), silently);
   process->store->Kill();
@@ -231,6 +232,7 @@ void Job::EndGuest(const std::string& what, Process* guest) {
   if (left.ok()) return;
   // It stays a member, and the job does not end in good order.
   disturbed_ = killed_ = true;
+  NoteDeath(*guest);
   network_->Kill(guest->host->address(), /*silently=*/false);
   guest->store->Kill();
 }
@@ -305,6 +307,8 @@ void Job::Act(const Action& action) {
       return RunTrain(action, process.get());
     case Action::kPipeline:
       return RunPipeline(action, worker);
+    case Action::kWatch:
+      return RunWatch(process.get());
     case Action::kUpdate:
       return CheckEnd(Text(action), worker->UpdateMembers(), Deadline::Never());
     default:
@@ -495,6 +499,7 @@ std::string Job::Run() {
   // Those who took each other for lost find that they are not.
   if (disturbed_) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
   CheckNothingIsLeft();
+  CheckHeard();
   CheckTrained();
   Note("quiet", 0);
   CheckAllIsWell();

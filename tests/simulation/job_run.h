@@ -20,6 +20,8 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/deadline.h"
+#include "core/base/ids.h"
+#include "core/membership/member_event.h"
 #include "core/pipeline/stages.h"
 #include "core/worker/optimizer.h"
 #include "core/worker/worker.h"
@@ -43,11 +45,15 @@ at::Tensor Forward(const at::Tensor& x, const at::Tensor& parameter);
 // A pipeline that some action runs: the same on all workers, but for the stages that they have.
 struct PipelineModel;
 
+// What a callback for members has heard last of each, and when.
+using Heard = std::map<WorkerRank, std::pair<MemberEvent, Deadline::Clock::time_point>>;
+
 // A process, as far as there is one. What comes later needs what comes before it.
 struct Process {
   std::shared_ptr<SimulatedHost> host;
   std::shared_ptr<SimulatedStore> store;
-  bool is_first = false;  // it has been there from the start
+  std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_
+  bool is_first = false;         // it has been there from the start
   std::shared_ptr<Worker> worker;
   Tensors weights;  // that are trained
   std::unique_ptr<Optimizer> optimizer;
@@ -90,6 +96,13 @@ class Job {
   void ComeBack(const Action& action);
   void RunGuest(const Action& action);
   void EndGuest(const std::string& what, Process* guest);
+
+  // members.cc
+  void RunWatch(Process* process);
+  void Hear(const std::string& who, Heard* heard, const MemberEvent& event);
+  void NoteDeath(const Process& process);
+  // Checks that nobody who has a callback for members has heard last of a dead one that it joined.
+  void CheckHeard();
 
   void Act(const Action& action);
   void Disturb(const Action& action);
@@ -150,6 +163,8 @@ class Job {
   std::vector<std::shared_ptr<Process>> processes_ ABSL_GUARDED_BY(mu_);  // null: dead
   std::set<int> coming_back_ ABSL_GUARDED_BY(mu_);
   std::set<int> ever_killed_ ABSL_GUARDED_BY(mu_);
+  std::map<std::pair<WorkerRank, Incarnation>, Deadline::Clock::time_point> died_
+      ABSL_GUARDED_BY(mu_);
   std::string wrong_ ABSL_GUARDED_BY(mu_);
   // The runs of programs, to the end: a call may outlive its deadline.
   std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);

@@ -72,6 +72,8 @@ class Generator {
     const bool chokes = one_in(8), hangs = one_in(8);
     if (chokes && harmful && (allowed & kChokedOnes) != 0) Deafen(Action::kChoke, kChokedOnes);
     if (hangs && harmful && (allowed & kHangs) != 0) FailOpen(kHangs);
+    const bool watches = one_in(6), holds = Below(3) != 0;
+    if (watches) Watch(harmful && holds && (allowed & kHolds) != 0 && (allowed & kKills) != 0);
   }
 
  private:
@@ -184,6 +186,24 @@ class Generator {
               {kind, Action::kFate, actor, AnyWorker()}});
   }
 
+  // Callbacks for members. Where one dies soon after it has begun to watch the next one, that one
+  // may hear by way of the store that it is lost, and only then what it has sent before that.
+  void Watch(bool dies) {
+    std::vector<Action> actions;
+    for (int i = 0; i < std::min(plan_.workers, 5); ++i) actions.push_back({Action::kWatch, i});
+    if (dies) {
+      plan_.faults |= kHolds | kKills;
+      const int dying = AnyWorker(), next = (dying + 1) % plan_.workers;
+      // Watching begins after a second.
+      const int pause = 900 + Below(90), hold = 2000 + Below(1500), back = Below(10000);
+      actions.push_back({Action::kPause, Action::kFate, pause});
+      actions.push_back({Action::kHold, Action::kFate, dying, next, -hold});
+      actions.push_back({Action::kPause, Action::kFate, 100 + Below(100)});
+      actions.push_back({Action::kKill, Action::kFate, dying, 0, Below(2) == 0 ? -1 : back});
+    }
+    AddFirst(actions);
+  }
+
   // At the start, when workers open connections to each other at the same time.
   void FailOpen(unsigned fault) {
     plan_.faults |= fault;
@@ -253,7 +273,7 @@ std::string Text(const Action& action) {
       "program",  "call",    "pass",  "update",         "train",  "pipeline",
       "averages", "barrier", "guest", "pause",          "cut",    "hold",
       "kill",     "outage",  "clock", "refuse threads", "deafen", "fail to connect",
-      "burst",    "crowd",   "choke", "await"};
+      "burst",    "crowd",   "choke", "await",          "watch"};
   const std::string actor = action.actor == Action::kFate  ? "fate"
                             : action.actor == Action::kAll ? "all"
                                                            : absl::StrCat("worker", action.actor);

@@ -58,6 +58,7 @@ struct Action {
     kCrowd,     // a: a worker; b: threads; c: so many calls of each at once, which are cancelled
     kChoke,     // a, b: workers
     kAwait,     // a: a worker; c: milliseconds that an answer is waited for which does not come
+    kWatch,     // Worker::OnMember
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
