@@ -23,7 +23,14 @@ OnDevice::OnDevice(c10::Device device) {
 void MakeCurrentDevice(c10::Device device, Clock* clock) {
   absl::Notification is_current;
   clock->At(clock->Now(), [device, &is_current] {
-    c10::impl::getDeviceGuardImpl(device.type())->uncheckedSetDevice(device);
+    // Not uncheckedSetDevice(): where the device has no context yet, c10 would only note it, and
+    // the next guard, which is that of the abort, would call cudaSetDevice().
+    try {
+      c10::impl::getDeviceGuardImpl(device.type())->setDevice(device);
+    } catch (...) {
+      DG_LOG(WARNING) << "NCCL of " << device.str() << ": "
+                      << StatusFromException(std::current_exception());
+    }
     is_current.Notify();
   });
   is_current.WaitForNotification();

@@ -39,8 +39,12 @@ size_t PageableBytes();
 size_t Waits();
 
 // Whether the process has a context on the device: it has from the first cudaSetDevice() of it on,
-// as since CUDA 12, or the first memory.
+// as since CUDA 12, or from what a thread did first whose current device it is: memory, a query of
+// an event or a wait for one, a question after a capture, another mode of captures.
 bool HasContext(int device);
+
+// How often threads have called cudaSetDevice(), which may stand still with the driver.
+size_t SetDevices();
 
 // Of which threads a capture refuses what is not safe beside it, as cudaStreamCaptureMode says.
 enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };

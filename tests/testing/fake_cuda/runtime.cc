@@ -18,6 +18,10 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
 std::atomic<bool> contexts[kDevices];
+std::atomic<size_t> set_devices{0};
+
+// A call that needs a context makes one on the thread's current device.
+void MakeContext() { contexts[current_device] = true; }
 
 cudaError_t Fail(cudaError_t error) { return last_error = error; }
 
@@ -69,6 +73,8 @@ namespace distgrad::fake_cuda {
 
 bool HasContext(int device) { return contexts[device]; }
 
+size_t SetDevices() { return set_devices; }
+
 }  // namespace distgrad::fake_cuda
 
 extern "C" {
@@ -83,6 +89,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int device) {
   if (!IsDevice(device)) return Fail(cudaErrorInvalidDevice);
+  ++set_devices;
   current_device = device;
   contexts[device] = true;
   return cudaSuccess;
@@ -110,6 +117,7 @@ cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  MakeContext();
   *least = 0;
   *greatest = -3;
   return cudaSuccess;
@@ -162,7 +170,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaMalloc(void** data, size_t size) {
   if (Refused()) return Refusal();
-  contexts[current_device] = true;
+  MakeContext();
   *data = machine().Allocate(current_device, size);
   return *data != nullptr ? cudaSuccess : Fail(cudaErrorMemoryAllocation);
 }
@@ -172,6 +180,7 @@ cudaError_t cudaFree(void* data) {
 }
 cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
   if (Refused()) return Refusal();
+  MakeContext();
   *data = machine().AllocatePinned(size);
   return *data != nullptr ? cudaSuccess : Fail(cudaErrorMemoryAllocation);
 }
@@ -242,6 +251,7 @@ cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t call
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  MakeContext();
   if (IsBroken()) return Breakage();
   if (StreamOf(stream) == machine().DefaultStream(current_device) &&
       machine().IsBlockingStreamCaptured(current_device)) {
@@ -259,6 +269,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  MakeContext();
   std::swap(*mode, capture_mode);
   return cudaSuccess;
 }
@@ -280,6 +291,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
   return cudaEventRecord(event, stream);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  MakeContext();
   if (IsBroken()) return Breakage();
   if (Refused()) return Refusal();
   const Event* const known = EventOf(event);
@@ -287,6 +299,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return done ? cudaSuccess : Fail(cudaErrorNotReady);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  MakeContext();
   if (Refused()) return Refusal();
   ++machine().waits;
   if (EventOf(event)->mark != nullptr) machine().WaitOnHost(*EventOf(event)->mark);
