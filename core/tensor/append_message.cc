@@ -144,9 +144,12 @@ absl::Status AppendSparse(const at::Tensor& tensor, Head head, Packet* packet) {
   return AppendStrided(values, Head{}, /*contiguous=*/true, packet);
 }
 
-bool AnyOnGpu(absl::Span<const at::Tensor> tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const at::Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); });
+// The first of those with a tensor.
+std::optional<at::Device> FirstGpu(absl::Span<const at::Tensor> tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined() && tensor.is_cuda()) return tensor.device();
+  }
+  return std::nullopt;
 }
 
 bool IsSmallOnGpu(const at::Tensor& tensor) {
@@ -245,13 +248,13 @@ absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceM
   };
   try {
     c10::NoGradGuard no_grad;
-    if (AnyOnGpu(message.tensors)) {
+    if (const std::optional<at::Device> gpu = FirstGpu(message.tensors)) {
       for (; index < message.tensors.size() && status.ok(); ++index) {
         status = CheckNotCaptured(message.tensors[index]);
       }
       if (status.ok()) {
         index = 0;
-        OutsideOfCaptures(append);
+        OutsideOfCaptures(*gpu, append);
       }
     } else {
       append();

@@ -3,7 +3,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/Event.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -21,6 +21,7 @@
 #include "core/base/thread_pool.h"
 #include "core/tensor/exception.h"
 #include "core/tensor/graph_capture.h"
+#include "core/tensor/stream_event.h"
 
 namespace distgrad {
 namespace {
@@ -36,7 +37,7 @@ class GpuMemory final : public DeviceMemory {
       const c10::Stream stream = StreamOf(device);
       const c10::StreamGuard guard(stream);
       at::Tensor memory;
-      OutsideOfCaptures([&] {
+      OutsideOfCaptures(stream.device(), [&] {
         memory = at::empty({static_cast<int64_t>(size)},
                            at::TensorOptions(at::kByte).device(stream.device()));
       });
@@ -57,12 +58,12 @@ class GpuMemory final : public DeviceMemory {
 
   void AfterArrival(const Packet& packet,
                     absl::AnyInvocable<void(const absl::Status&)> done) override {
-    std::vector<c10::Event> events;
+    std::vector<StreamEvent> events;
     try {
       std::set<int> on;
       for (const Segment& segment : packet.segments) {
         if (segment.device < 0 || !on.insert(segment.device).second) continue;
-        events.emplace_back(at::kCUDA).record(StreamOf(segment.device));
+        events.emplace_back(StreamOf(segment.device));
       }
     } catch (...) {
       return done(StatusFromException(std::current_exception()));
@@ -70,10 +71,12 @@ class GpuMemory final : public DeviceMemory {
     arrivals_.Schedule([events = std::move(events), done = std::move(done)]() mutable {
       absl::Status status;
       try {
-        OutsideOfCaptures([&] {
-          for (const c10::Event& event : events) event.synchronize();
-          events.clear();
-        });
+        for (StreamEvent& event : events) {
+          OutsideOfCaptures(event.device(), [&] {
+            event.Synchronize();
+            const StreamEvent ended = std::move(event);
+          });
+        }
       } catch (...) {
         status = StatusFromException(std::current_exception());
       }
@@ -86,8 +89,11 @@ class GpuMemory final : public DeviceMemory {
     absl::MutexLock lock(&mu_);
     if (!streams_[device].has_value()) {
       at::globalContext().lazyInitDevice(at::kCUDA);
+      const c10::Device of(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+      // The first stream of the process asks CUDA for priorities, on the current device.
+      const c10::DeviceGuard on_device(of);
       streams_[device] = c10::impl::VirtualGuardImpl(at::kCUDA).getStreamFromGlobalPool(
-          {at::kCUDA, static_cast<c10::DeviceIndex>(device)}, /*isHighPriority=*/true);
+          of, /*isHighPriority=*/true);
     }
     return *streams_[device];
   }

@@ -3,7 +3,7 @@
 
 namespace distgrad {
 
-void OutsideOfCaptures(absl::FunctionRef<void()> run) { run(); }
+void OutsideOfCaptures(c10::Device /*device*/, absl::FunctionRef<void()> run) { run(); }
 
 bool IsCaptured(c10::Stream /*stream*/) { return false; }
 

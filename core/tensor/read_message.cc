@@ -253,19 +253,21 @@ class CopiesToGpus {
  public:
   at::Tensor Begin(at::Tensor from, at::Device to) {
     at::Tensor copy;
-    OutsideOfCaptures([&] { copy = from.to(to, /*non_blocking=*/true); });
+    OutsideOfCaptures(to, [&] { copy = from.to(to, /*non_blocking=*/true); });
     from_.push_back(std::move(from));
     streams_.Add(to);
+    to_ = to;
     return copy;
   }
 
   // Whoever gets the message may use it on any stream.
   void Await() const {
-    if (!from_.empty()) OutsideOfCaptures([this] { streams_.Await(); });
+    if (to_.has_value()) OutsideOfCaptures(*to_, [this] { streams_.Await(); });
   }
 
  private:
   std::vector<at::Tensor> from_;
+  std::optional<at::Device> to_;  // one of them
   GpuStreams streams_;
 };
 

@@ -18,9 +18,7 @@ using torch::autograd::variable_list;
 // Has `to` wait for what `from` has been given so far.
 void Order(c10::Stream from, c10::Stream to) {
   if (from == to) return;
-  c10::Event event(from.device_type());
-  event.record(from);
-  event.block(to);
+  StreamEvent(from).Block(to);
 }
 
 }  // namespace
@@ -50,19 +48,18 @@ void BringHome(const at::Tensor& gradient, c10::Stream home) {
 void ReadyMark::Add(const at::Tensor& tensor) {
   if (!IsOnAccelerator(tensor)) return;
   const c10::Device device = tensor.device();
-  for (const c10::Event& event : events_) {
+  for (const StreamEvent& event : events_) {
     if (event.device() == device) return;
   }
-  events_.emplace_back(device.type())
-      .record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  events_.emplace_back(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
 void ReadyMark::Await(const at::Tensor& tensor) const {
-  for (const c10::Event& event : events_) {
+  for (const StreamEvent& event : events_) {
     if (!tensor.defined() || event.device() != tensor.device()) continue;
     const c10::impl::VirtualGuardImpl device(tensor.device().type());
     const c10::Stream current = device.getStream(tensor.device());
-    event.block(current);
+    event.Block(current);
     KeepMemoryFor(tensor, current);
   }
 }

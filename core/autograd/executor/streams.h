@@ -8,7 +8,6 @@
 #ifndef DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
 #define DISTGRAD_CORE_AUTOGRAD_EXECUTOR_STREAMS_H_
 
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/function.h>
@@ -16,6 +15,8 @@
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include "core/tensor/stream_event.h"
 
 namespace distgrad {
 
@@ -46,7 +47,7 @@ class ReadyMark {
   void Await(const at::Tensor& tensor) const;
 
  private:
-  std::vector<c10::Event> events_;  // one for each device
+  std::vector<StreamEvent> events_;  // one for each device
 };
 
 // Sends what this thread launches, while the guard lives, to the home streams of the node's inputs,

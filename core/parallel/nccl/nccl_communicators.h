@@ -73,9 +73,10 @@ class NcclCommunicators {
   };
 
   // For a thread that has the turn. `devices` are distinct, of one type that `platform`
-  // knows. Waits until the communicators stand, or `timeout`. The clocks must outlive
-  // the communicators: one is for deadlines, the other one for what asks the devices, which may
-  // take any time. Without them there are two of its own.
+  // knows. Waits until the communicators stand, or `timeout`, and where CUDA's driver stands still
+  // in a call, as in cudaSetDevice(), longer: nothing ends that. The clocks must outlive the
+  // communicators: one is for deadlines, the other one for what asks the devices, which may take
+  // any time. Without them there are two of its own.
   static absl::StatusOr<std::shared_ptr<NcclCommunicators>> Create(
       std::vector<c10::Device> devices, absl::Duration timeout, NcclPlatform platform,
       std::shared_ptr<NcclOrder> order, Clock* clock = nullptr, Clock* query_clock = nullptr);

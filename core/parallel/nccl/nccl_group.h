@@ -56,8 +56,8 @@ struct NcclPlatform {
   std::function<absl::StatusOr<std::unique_ptr<NcclGroup>>(const std::vector<c10::Device>&)> start;
   // Whether what is launched on the stream becomes a part of a graph, and does not run.
   std::function<bool(c10::Stream stream)> is_capturing;
-  // Whether the event has come. It does no harm to what other threads capture. It may wait; throws
-  // what c10 throws.
+  // Whether the event has come. It does no harm to what other threads capture, and makes no context
+  // on the thread's current device. It may wait; throws what c10 throws.
   std::function<bool(const c10::Event& event)> query;
 };
 

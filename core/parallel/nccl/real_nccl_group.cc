@@ -2,7 +2,6 @@
 #include "core/parallel/nccl/real_nccl_group.h"
 
 #include <c10/cuda/CUDAFunctions.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstdlib>
@@ -221,9 +220,10 @@ NcclPlatform RealNcclPlatform() {
   platform.start = [](const std::vector<c10::Device>& devices) { return StartNcclGroup(devices); };
   platform.is_capturing = IsCaptured;
   platform.query = [](const c10::Event& event) {
-    // Without this it would end a capture that another thread makes of everything.
-    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    return event.query();
+    if (!event.was_marked_for_recording()) return true;
+    bool ended = false;
+    OutsideOfCaptures(event.device(), [&] { ended = event.query(); });
+    return ended;
   };
   return platform;
 }

@@ -46,23 +46,28 @@ TEST(NcclContextsTest, AGroupThatEndsOutsideOfItsDevice) {
     ASSERT_TRUE(status.ok()) << status;
   }
   ASSERT_FALSE(fake_cuda::HasContext(0)) << "libtorch, or this test, has made one";
-  group.reset();
+  // A thread that has chosen no GPU, whose current one is the first one.
+  std::thread ends([&] { group.reset(); });
+  ends.join();
   EXPECT_FALSE(fake_cuda::HasContext(0));
 }
 
-// The thread that asks the devices takes what has ended off, with its events.
+// The thread that asks the devices has chosen no GPU. It takes what has ended off, with its events.
 TEST(NcclContextsTest, AListWithoutTheFirstGpu) {
   FakeClock clock;
   NcclPool pool(RealNcclPlatform(), &clock);
-  {
-    const c10::DeviceGuard guard(Gpu(1));
+  // Nor has the thread that begins, as a program's main thread.
+  std::thread begins([&] {
+    const at::Tensor tensor = On(1);
+    ASSERT_FALSE(fake_cuda::HasContext(0)) << "libtorch has made one";
     const auto list = pool.Get({Gpu(1), Gpu(2)}, absl::Minutes(1));
     ASSERT_TRUE(list.ok()) << list.status();
-    const auto copies = NcclCollectives(*list, {}).Broadcast({On(1)});
+    const auto copies = NcclCollectives(*list, {}).Broadcast({tensor});
     ASSERT_TRUE(copies.ok()) << copies.status();
     EXPECT_TRUE((*copies)[1][0].cpu().equal(at::full({1000}, 2.0f))) << "it has ended";
-  }
-  ASSERT_FALSE(fake_cuda::HasContext(0)) << "libtorch, or this test, has made one";
+  });
+  begins.join();
+  ASSERT_FALSE(fake_cuda::HasContext(0));
   std::thread asks([&] { clock.Advance(absl::Seconds(1)); });
   asks.join();
   EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture()) << "nothing runs any more";

@@ -9,7 +9,8 @@
 
 namespace distgrad {
 
-void OutsideOfCaptures(absl::FunctionRef<void()> run) {
+void OutsideOfCaptures(c10::Device device, absl::FunctionRef<void()> run) {
+  const c10::DeviceGuard on_device(device);
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   run();
 }
