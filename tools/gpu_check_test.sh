@@ -88,6 +88,7 @@ program 0 "it needs two GPUs"
 check "one GPU where two are needed" one 0 "skipped: core.a_test A.Two: it needs two GPUs"
 check "two GPUs of which one is not seen" two 1 "does not justify"
 program 0 "it needs two GPUs"
+check "no repeat" one 1 "--repeat 0 would run nothing" --repeat 0
 check "repeats" one 0 "core.a_test: passed, 3 times 1 cases and 1 skipped" --repeat 3
 program 0 "" 2
 check "a repeat that runs less" one 1 "core.a_test: failed: repeat 2 ran 1 cases, and another one 2" --repeat 3
@@ -194,9 +195,27 @@ chmod +x "$hangs"
 check "a case that fails" one 1 "FAILED: core.b_test" --only b_test
 grep -q "B.Bad" "$scratch/report.json" && grep -q "two is not three" "$scratch/report.json" ||
   { echo "FAILED: the report does not say which case failed, and why" >&2 && failed=1; }
-# All that it has printed is beside the report.
-grep -q "looked at two" "$scratch/report.core.b_test.txt" && grep -q "saw three" "$scratch/report.core.b_test.txt" ||
-  { echo "FAILED: what a program has printed is not kept" >&2 && failed=1; }
+# All that they have printed is in one file beside the report, and nothing of the call before.
+check "two programs, one of which fails" one 1 "FAILED: core.b_test"
+diff - "$scratch/report.txt" >&2 <<'TEXT' ||
+gpu_check: core.a_test
+gpu_check: repeat 1
+gpu_check: core.b_test
+gpu_check: repeat 1
+looked at two
+saw three
+TEXT
+  { echo "FAILED: what programs have printed is not kept as it should be" >&2 && failed=1; }
+# Of each repeat, also where one dies before it has written which case failed.
+sed -i 's/^exit 1$/rm -f "${1#--gtest_output=xml:}" \&\& kill -SEGV $$/' "$hangs"
+check "a program that dies each time" one 1 "FAILED: core.b_test" --only b_test --repeat 2
+python3 - "$scratch/report.json" <<'PY' || failed=1
+import json
+import sys
+repeats = json.load(open(sys.argv[1]))["tests"][0]["repeats"]
+if [each.get("wrong") for each in repeats] != ["status -11"] * 2:
+    sys.exit("FAILED: the report does not say of each repeat how it ended: %s" % repeats)
+PY
 rm "$hangs"
 
 # What could take longer than what is left of --within is not begun. A part of it has gone by then.
