@@ -918,12 +918,12 @@ TEST_F(PlayedPeerTest, WhatOneHasSentBeforeItDiedDoesNotBringItBack) {
   x_.agent->SetLost(1, y_.incarnation, "it died");
   const Played late = Connect({});
   late.Ping(1);
-  EXPECT_EQ(Happened(x_), "lost 1");
+  ASSERT_EQ(Happened(x_), "lost 1");
   late.connection->Close();
   // One that lives answers what is sent now.
   const Played live = Connect({.number = 1});
   live.Ping(1);
-  live.end->Await(FrameKind::kPing, 1);
+  ASSERT_EQ(live.end->Count(FrameKind::kPing), 1);
   EXPECT_EQ(Happened(x_), "");
   live.Send(FrameKind::kPong);
   live.Ping(2);
@@ -943,11 +943,12 @@ TEST_F(PlayedPeerTest, WhatOneHasAnsweredBeforeItDiedDoesNotBringItBack) {
   asked.Ping(2);
   EXPECT_EQ(Happened(x_), "lost 1") << "it was asked before";
   const Played again = Connect({.number = 1});
-  again.end->Await(FrameKind::kPing, 1);
+  again.Ping(1);
+  ASSERT_EQ(again.end->Count(FrameKind::kPing), 1);
   x_.agent->SetAlive(1, y_.incarnation);  // as the store says
   x_.agent->SetLost(1, y_.incarnation, "it died after all");
   again.Send(FrameKind::kPong);
-  again.Ping(1);
+  again.Ping(2);
   EXPECT_EQ(Happened(x_), "joined 1 lost 1") << "it was asked before the second loss";
 }
 
