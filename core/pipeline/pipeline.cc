@@ -113,7 +113,7 @@ absl::StatusOr<MicroBatches> Cut(const Tensors& inputs, const Tensors& targets, 
 // What the ranks have in common.
 struct Shared {
   std::map<std::string, std::vector<int>> tied;  // where several have it: the ranks, by name
-  std::vector<bool> averages;                    // by rank: over replicas
+  std::vector<uint64_t> averagers;               // by rank; 0: does not average over replicas
 };
 
 absl::StatusOr<Shared> SharedOf(const Schedule& schedule,
@@ -123,7 +123,7 @@ absl::StatusOr<Shared> SharedOf(const Schedule& schedule,
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     DG_ASSIGN_OR_RETURN(const Begun of_rank, DecodeBegun(begun[rank].Wait()->payload));
     for (const std::string& name : of_rank.names) all[name].push_back(rank);
-    shared.averages.push_back(of_rank.averages);
+    shared.averagers.push_back(of_rank.averager);
   }
   for (auto each = all.begin(); each != all.end();) {
     each = each->second.size() > 1 ? std::next(each) : all.erase(each);
@@ -247,12 +247,13 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
       DG_RETURN_IF_ERROR(calls.Wait());
     }
     DG_ASSIGN_OR_RETURN(const Shared shared, SharedOf(schedule, begun));
-    const auto averages = std::find(shared.averages.begin(), shared.averages.end(), true);
+    const auto averages = std::find_if(shared.averagers.begin(), shared.averagers.end(),
+                                       [](uint64_t averager) { return averager != 0; });
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       const std::string& worker = options_.workers[rank];
       Ties ties{{plan.step, FirstStage(schedule.rank_of_stage, rank)}, shared.tied, ""};
-      if (averages != shared.averages.end() && !shared.averages[rank]) {
-        ties.averages = options_.workers[averages - shared.averages.begin()];
+      if (averages != shared.averagers.end() && shared.averagers[rank] == 0) {
+        ties.averages = options_.workers[averages - shared.averagers.begin()];
       }
       if (ties.ranks.empty() && ties.averages.empty()) continue;
       calls.Make(worker, kTieStep, {EncodeTies(ties), {}},
@@ -260,6 +261,13 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
                               DescribeRank(schedule, rank, worker)));
     }
     DG_RETURN_IF_ERROR(calls.Wait());
+    // From now on there is nothing but success, or their answers, that takes them out again: also
+    // where there is no memory for what follows.
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      if (shared.averagers[rank] == 0) continue;
+      const StepRef ref{plan.step, FirstStage(schedule.rank_of_stage, rank)};
+      untold_[rank] = {ref, shared.averagers[rank]};
+    }
     std::move(give_back).Cancel();
 
     const int last = schedule.stages() - 1;
@@ -324,8 +332,9 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     }
     if (!ran.ok()) {
       cancellation->Cancel(ran);
-      return Explain(ran, schedule, plan.step, shared.averages, deadline);
+      return Explain(ran, schedule, plan.step, deadline);
     }
+    untold_.clear();
     return result;
   } catch (...) {
     return Annotate(StatusFromException(std::current_exception()), who);
@@ -333,7 +342,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
 }
 
 absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                               const std::vector<bool>& averages, Deadline deadline) {
+                               Deadline deadline) {
   const bool is_default = deadline == absl::InfinitePast();
   // Where it is a stage's own deadline that has passed, another worker says so, or its function.
   const std::optional<ErrorOrigin> origin = OriginOf(failure);
@@ -341,11 +350,14 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
       absl::IsDeadlineExceeded(failure) &&
       (!origin.has_value() || *origin == ErrorOrigin{worker_->rank(), ErrorOrigin::By::kDistgrad});
   Deadline until = Deadline::After(kPatience);
+  const auto ref_of = [&](int rank) {
+    return StepRef{step, FirstStage(schedule.rank_of_stage, rank)};
+  };
   std::vector<Future<Message>> states;
   if (absl::IsDeadlineExceeded(failure)) {
     // They have been told that the step is over; who has not heard it cannot answer, either.
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      states.push_back(Ask(kDescribe, schedule, step, rank, until));
+      states.push_back(Ask(kDescribe, rank, EncodeStepRef(ref_of(rank)), until));
     }
   }
   if (is_default && !is_late) until = deadline;
@@ -363,9 +375,13 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     if (by_default || end.WaitUntil(until)) return end.Wait();
     return absl::DeadlineExceededError("no answer before the deadline");
   };
+  const auto end_of = [&](int rank) {
+    const auto untold = untold_.find(rank);
+    return EncodeEnd(untold != untold_.end() ? untold->second : StepEnd{ref_of(rank), 0});
+  };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    Future<Message> end = Ask(kEndStep, schedule, step, rank, served);
-    if (!stages[rank].empty() || averages[rank]) ends.emplace(rank, std::move(end));
+    Future<Message> end = Ask(kEndStep, rank, end_of(rank), served);
+    if (!stages[rank].empty() || untold_.count(rank) > 0) ends.emplace(rank, std::move(end));
   }
   std::vector<std::string> notes;
   for (size_t rank = 0; rank < states.size(); ++rank) {
@@ -376,7 +392,7 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   for (auto& [rank, end] : ends) {
     // A call that waits for its answer waits for credit, too.
     if (absl::IsResourceExhausted(answer_of(end).status())) {
-      end = Ask(kEndStep, schedule, step, rank, std::max(until, Deadline::After(kPatience)),
+      end = Ask(kEndStep, rank, end_of(rank), std::max(until, Deadline::After(kPatience)),
                 /*waits=*/true);
     }
   }
@@ -384,8 +400,9 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     const absl::StatusOr<Message> answer = answer_of(end);
     const absl::StatusOr<Stepped> stepped =
         answer.ok() ? DecodeStepped(answer->payload) : answer.status();
-    if (averages[rank] && !answer.ok()) {
-      untold_[rank] = step;
+    if (answer.ok()) {
+      untold_.erase(rank);
+    } else if (untold_.count(rank) > 0) {
       notes.push_back(absl::StrCat(
           "worker '", options_.workers[rank],
           "' may not have failed its average over the replicas, so that no step may be taken with "
@@ -404,11 +421,11 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
 
 absl::Status Pipeline::TellAgain(Deadline deadline) {
   while (!untold_.empty()) {
-    const auto [rank, step] = *untold_.begin();
-    const Future<Message> end =
-        Ask(kEndStep, options_.schedule, step, rank, deadline, /*waits=*/true);
+    const auto& [rank, step] = *untold_.begin();
+    const Future<Message> end = Ask(kEndStep, rank, EncodeEnd(step), deadline, /*waits=*/true);
     const absl::Status& told = end.Wait().status();
-    // A worker that has come back, or has had many steps of others since, has no such step.
+    // A worker that has come back has no such step, nor the group of then. One that has had many
+    // steps of others since does not know it any more, and has failed its averages.
     if (!told.ok() && !absl::IsNotFound(told) && !absl::IsFailedPrecondition(told)) {
       return Annotate(
           told, absl::StrCat("worker '", options_.workers[rank], "' of pipeline '", options_.name,
@@ -424,14 +441,17 @@ void Pipeline::GiveBack(const Schedule& schedule, uint64_t step,
                         const std::vector<int>& ranks) const {
   const Deadline until = Deadline::After(kPatience);
   std::vector<Future<Message>> ends;
-  for (const int rank : ranks) ends.push_back(Ask(kEndStep, schedule, step, rank, until));
+  for (const int rank : ranks) {
+    const StepEnd end{{step, FirstStage(schedule.rank_of_stage, rank)}, 0};
+    ends.push_back(Ask(kEndStep, rank, EncodeEnd(end), until));
+  }
   for (const Future<Message>& end : ends) end.Wait().status().IgnoreError();
 }
 
-Future<Message> Pipeline::Ask(absl::string_view function, const Schedule& schedule, uint64_t step,
-                              int rank, Deadline deadline, bool waits) const {
+Future<Message> Pipeline::Ask(absl::string_view function, int rank, std::string payload,
+                              Deadline deadline, bool waits) const {
   const std::string name = absl::StrCat(function, options_.name);
-  Message message = {EncodeStepRef({step, FirstStage(schedule.rank_of_stage, rank)}), {}};
+  Message message = {std::move(payload), {}};
   const CallOptions options = {.deadline = deadline};
   if (!waits) {
     return worker_->CallAsync(options_.workers[rank], name, std::move(message), options);

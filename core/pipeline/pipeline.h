@@ -23,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "core/base/deadline.h"
 #include "core/pipeline/schedule.h"
+#include "core/pipeline/step_plan.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -103,26 +104,27 @@ class Pipeline {
   // Puts before an error what the ranks say of the step that it has ended: where a deadline has
   // ended it, what each was doing; and which stages have taken their optimizer's step. Waits until
   // none of them is in it, and none begins it any more; and until the ranks that average over
-  // replicas (by rank) have failed their averages. Names those of which it does not know that, and
-  // puts them into untold_.
+  // replicas (untold_) have failed their averages. Names those of which it does not know that, and
+  // leaves them in untold_.
   absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                       const std::vector<bool>& averages, Deadline deadline);
+                       Deadline deadline);
   // Tells those in untold_ once more.
   absl::Status TellAgain(Deadline deadline);
   // Lets others have the stages of a step that will not be started.
   void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
-  // Calls a function about that step on a rank's worker. `waits`: also for credit, here.
-  Future<Message> Ask(absl::string_view function, const Schedule& schedule, uint64_t step, int rank,
-                      Deadline deadline, bool waits = false) const;
+  // Calls a function on a rank's worker. `waits`: also for credit, here.
+  Future<Message> Ask(absl::string_view function, int rank, std::string payload, Deadline deadline,
+                      bool waits = false) const;
 
   Worker* const worker_;
   const uint64_t id_;
   const PipelineOptions options_;
   const Schedule evaluation_;
   std::atomic<bool> runs_{false};
-  // Of the step that runs. The ranks that may not have heard that a step has failed, with its
-  // number, and would average the next one with another step of the other replicas.
-  std::map<int, uint64_t> untold_;
+  // Of the step that runs. The ranks that average in it, from before they do; when it has failed,
+  // those that may not have heard of that, and would average the next one with another step of the
+  // other replicas.
+  std::map<int, StepEnd> untold_;
 };
 
 }  // namespace distgrad

@@ -1567,7 +1567,11 @@ class DriverOfOneStage {
                         .workers = {"worker0"},
                         .list = std::move(list),
                         .weights = {1}};
-    return Call(kBeginStep, EncodePlan(plan)).Wait().status();
+    const absl::StatusOr<Message> answer = Call(kBeginStep, EncodePlan(plan)).Wait();
+    if (!answer.ok()) return answer.status();
+    const absl::StatusOr<Begun> begun = DecodeBegun(answer->payload);
+    if (begun.ok() && begun->averager != 0) averager_ = begun->averager;
+    return begun.status();
   }
   // Returns how the rank has ended, with a batch of its own. An evaluation has no targets, and may
   // end before some come.
@@ -1588,7 +1592,7 @@ class DriverOfOneStage {
   }
   absl::StatusOr<Stepped> End(uint64_t step) const {
     const absl::StatusOr<Message> answer =
-        Call(kEndStep, EncodeStepRef({.step = step, .first_stage = 0})).Wait();
+        Call(kEndStep, EncodeEnd({.of = {step, 0}, .averager = averager_})).Wait();
     if (!answer.ok()) return answer.status();
     return DecodeStepped(answer->payload);
   }
@@ -1604,6 +1608,7 @@ class DriverOfOneStage {
 
   Worker& worker_;
   const Context context_;
+  mutable std::atomic<uint64_t> averager_{0};  // that of the last step which averages
 };
 
 // Those of a pipeline: replica r has its ranks on the workers from r * ranks on.
@@ -1946,6 +1951,51 @@ TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
   }
 }
 
+// Drivers that are refused on another worker have begun so many steps here that the one that has
+// averaged is forgotten, when its driver says that it has failed. Stages that were made anew since
+// have not averaged in it.
+TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep) {
+  const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
+  const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
+                                    {Action::Kind::kBackward, 0, 0}};
+  for (const bool is_new : {false, true}) {
+    SCOPED_TRACE(is_new);
+    Cluster cluster(Workers(1));
+    const std::vector<Layers> layers = {Layers(1)};
+    const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
+    const auto make = [&] {
+      return *PipelineStages::Create(
+          &cluster[0], "model",
+          {{0, {.forward = [&](Tensors in) { return layers[0].Forward(0, in); }, .loss = Loss}}},
+          {.averager = averagers[0]});
+    };
+    auto stages = make();
+    const DriverOfOneStage driver(cluster[0]), other(cluster[0]);
+    ASSERT_EQ(driver.Begin(1, /*backward=*/true, both), absl::OkStatus());
+    ASSERT_EQ(driver.Run(1), absl::OkStatus());
+    if (is_new) {
+      stages = nullptr;
+      stages = make();
+    }
+    for (uint64_t step = 2; step < 14; ++step) {
+      // Steps of either kind, which are given back.
+      const bool backward = step % 2 == 0;
+      ASSERT_EQ(other.Begin(step, backward, backward ? both : forward), absl::OkStatus());
+      ASSERT_EQ(other.End(step).status(), absl::OkStatus());
+    }
+    EXPECT_EQ(driver.End(1).status().code(), absl::StatusCode::kFailedPrecondition);
+    ASSERT_EQ(driver.Begin(14, /*backward=*/true, both), absl::OkStatus());
+    const absl::Status status = driver.Run(14);
+    if (is_new) {
+      EXPECT_EQ(status, absl::OkStatus());
+    } else {
+      EXPECT_THAT(std::string(status.message()),
+                  HasSubstr("a step of pipeline 'model' with worker 'worker0' failed"))
+          << status;
+    }
+  }
+}
+
 // The last rank of the replica that fails has averaged, and is done, when the first one fails,
 // which has nothing to average. Taken again, the step would be averaged with the other replica's
 // next one.
@@ -2005,7 +2055,7 @@ TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
   const auto nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
   answer(kBeginStep, [&](Request&) -> absl::StatusOr<Message> {
     ++begins;
-    return Message{EncodeBegun({.averages = true}), {}};
+    return Message{EncodeBegun({.averager = 1}), {}};
   });
   answer(kDeliver, nothing);
   answer(kRunStep, nothing);
@@ -3027,7 +3077,7 @@ TEST_P(PipelineTest, AStepThatHasBegunKeepsItsStages) {
   expect_refused();
   ASSERT_EQ(cluster[0]
                 .Call("worker0", absl::StrCat(kEndStep, "model"),
-                      {EncodeStepRef({.step = 1, .first_stage = 0}), {}})
+                      {EncodeEnd({.of = {.step = 1, .first_stage = 0}}), {}})
                 .status(),
             absl::OkStatus());
   EXPECT_EQ(together->Evaluate(x).status(), absl::OkStatus());
@@ -3095,8 +3145,7 @@ TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   EXPECT_EQ(first.Wait().status().code(), absl::StatusCode::kFailedPrecondition)
       << first.Wait().status();
   // Not the one that has begun since keeps the stages, but the function.
-  ASSERT_EQ(call(kEndStep, EncodeStepRef({.step = 2, .first_stage = 1})).Wait().status(),
-            absl::OkStatus());
+  ASSERT_EQ(call(kEndStep, EncodeEnd({.of = {2, 1}})).Wait().status(), absl::OkStatus());
   // Another pipeline has stage 2 in a rank, and on a thread, of its own.
   Schedule schedule{.micro_batches = 1,
                     .rank_of_stage = {0, 0, 1},

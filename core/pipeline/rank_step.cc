@@ -130,6 +130,13 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 
 }  // namespace
 
+void FailAverages(GradientAverager& averager, const std::string& pipeline, const Worker& worker,
+                  const absl::Status& why) {
+  const BlockingScope blocking;  // it tells the other replicas, in the job's store
+  averager.Fail(Annotate(why, absl::StrCat("a step of pipeline '", pipeline, "' with worker '",
+                                           worker.name(), "' failed")));
+}
+
 RankStep::RankStep(Common common, StepPlan plan, Request& request)
     : worker_(common.worker),
       pipeline_(std::move(common.pipeline)),
@@ -793,10 +800,7 @@ absl::Status RankStep::Average() {
 }
 
 void RankStep::FailAverages(const absl::Status& why) {
-  if (!averages()) return;
-  const BlockingScope blocking;  // it tells the other replicas, in the job's store
-  averager_->Fail(Annotate(why, absl::StrCat("a step of pipeline '", pipeline_, "' with worker '",
-                                             worker_->name(), "' failed")));
+  if (averages()) distgrad::FailAverages(*averager_, pipeline_, *worker_, why);
 }
 
 absl::Status RankStep::CheckIsAveraged(const at::Tensor& parameter) const {

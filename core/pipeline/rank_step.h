@@ -38,6 +38,11 @@ namespace distgrad {
 
 class GradientAverager;  // core/parallel/process_group/gradient_averager.h
 
+// Fails the averages of a worker's stages, because of a step of theirs: the replicas' next steps
+// would not fit together. May wait for the job's store.
+void FailAverages(GradientAverager& averager, const std::string& pipeline, const Worker& worker,
+                  const absl::Status& why);
+
 // Thread-safe, but for Run(), which one thread calls, once.
 class RankStep : public std::enable_shared_from_this<RankStep> {
  public:

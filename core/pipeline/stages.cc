@@ -16,6 +16,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/cancellation.h"
 #include "core/base/processors.h"
+#include "core/base/random.h"
 #include "core/base/sleepers.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
@@ -158,7 +159,8 @@ class PipelineStages::Impl {
     }
     // The one of the same Pipeline ends here; all others have ended, or will not be started.
     for (const std::shared_ptr<RankStep>& each : before) each->Stop(Replaced(*step));
-    return Message{EncodeBegun({.names = step->tie_names(), .averages = step->averages()}), {}};
+    return Message{
+        EncodeBegun({.names = step->tie_names(), .averager = step->averages() ? number_ : 0}), {}};
   }
 
   absl::StatusOr<Message> Tie(Request& request) {
@@ -216,23 +218,32 @@ class PipelineStages::Impl {
   }
 
   Future<Message> End(Request& request) {
-    const absl::StatusOr<StepRef> ref = DecodeStepRef(request.message.payload);
-    if (!ref.ok()) return Future<Message>::Of(ref.status());
+    const absl::StatusOr<StepEnd> end = DecodeEnd(request.message.payload);
+    if (!end.ok()) return Future<Message>::Of(end.status());
+    const StepRef& ref = end->of;
+    const absl::Status why =
+        absl::AbortedError("the step has failed on another rank, or for its driver");
     std::shared_ptr<RankStep> step;
+    absl::Status unknown;
     {
       absl::MutexLock lock(&mu_);
       // Its function may run after the stages were taken off, or another step has begun.
-      if (const auto found = ranks_.find(ref->first_stage); found != ranks_.end()) {
+      if (const auto found = ranks_.find(ref.first_stage); found != ranks_.end()) {
         for (const std::shared_ptr<RankStep>& each : found->second.AllSteps()) {
-          if (each->plan().step == ref->step) step = each;
+          if (each->plan().step == ref.step) step = each;
         }
         for (const std::shared_ptr<RankStep>& each : found->second.over) {
-          if (each->plan().step == ref->step) step = each;
+          if (each->plan().step == ref.step) step = each;
         }
       }
-      if (step == nullptr) return Future<Message>::Of(Find(*ref).status());
+      if (step == nullptr) unknown = Find(ref).status();
     }
-    return step->End(absl::AbortedError("the step has failed on another rank, or for its driver"));
+    if (step != nullptr) return step->End(why);
+    // One that was begun here, and forgotten (kMostStepsKept), may have averaged.
+    if (end->averager == number_ && options_.averager != nullptr) {
+      FailAverages(*options_.averager, name_, *worker_, why);
+    }
+    return Future<Message>::Of(unknown);
   }
 
   bool Close(Deadline deadline) {
@@ -352,6 +363,7 @@ class PipelineStages::Impl {
   }
 
   Worker* const worker_;
+  const uint64_t number_ = RandomNumber();  // of these stages alone
   const std::string name_;
   const std::map<int, PipelineStage> stages_;
   const PipelineStagesOptions options_;

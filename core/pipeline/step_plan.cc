@@ -149,9 +149,9 @@ absl::StatusOr<StepRef> DecodeStepRef(absl::string_view bytes) {
 
 std::string EncodeBegun(const Begun& begun) {
   std::string bytes;
-  if (begun.names.empty() && !begun.averages) return bytes;  // as most
+  if (begun.names.empty() && begun.averager == 0) return bytes;  // as most
   WireWriter writer(&bytes);
-  writer.U8(begun.averages ? 1 : 0);
+  writer.U64(begun.averager);
   writer.U32(static_cast<uint32_t>(begun.names.size()));
   for (const std::string& name : begun.names) writer.Str16(name);
   return bytes;
@@ -161,11 +161,27 @@ absl::StatusOr<Begun> DecodeBegun(absl::string_view bytes) {
   Begun begun;
   if (bytes.empty()) return begun;
   WireReader reader(bytes);
-  begun.averages = reader.U8() != 0;
+  begun.averager = reader.U64();
   begun.names.resize(ReadCount(reader, 2));
   for (std::string& name : begun.names) name = std::string(reader.Str16());
   DG_RETURN_IF_ERROR(Complete(reader, "what a rank of a pipeline shares with others"));
   return begun;
+}
+
+std::string EncodeEnd(const StepEnd& end) {
+  std::string bytes;
+  WireWriter writer(&bytes);
+  Append(end.of, writer);
+  writer.U64(end.averager);
+  return bytes;
+}
+
+absl::StatusOr<StepEnd> DecodeEnd(absl::string_view bytes) {
+  WireReader reader(bytes);
+  StepEnd end{.of = ReadRef(reader)};
+  end.averager = reader.U64();
+  DG_RETURN_IF_ERROR(Complete(reader, "the end of a pipeline's step"));
+  return end;
 }
 
 std::string EncodeStepped(const Stepped& stepped) {

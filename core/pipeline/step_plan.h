@@ -20,7 +20,7 @@ inline constexpr absl::string_view kTieStep = "distgrad.pipeline.tie/";        /
 inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";        // a StepRef
 inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";    // a Parcel
 inline constexpr absl::string_view kDescribe = "distgrad.pipeline.describe/";  // a StepRef
-inline constexpr absl::string_view kEndStep = "distgrad.pipeline.end/";        // a StepRef; Stepped
+inline constexpr absl::string_view kEndStep = "distgrad.pipeline.end/";        // a StepEnd; Stepped
 inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it is a function's
 
 // What one rank does in one step.
@@ -62,10 +62,22 @@ using TieNames = std::vector<std::string>;
 // What a rank answers to a plan.
 struct Begun {
   TieNames names = {};
-  bool averages = false;  // its gradients, over replicas of the pipeline
+  // A random number, of the stages whose gradients are averaged over replicas of the pipeline. 0:
+  // those of the rank are not.
+  uint64_t averager = 0;
 };
 std::string EncodeBegun(const Begun& begun);
 absl::StatusOr<Begun> DecodeBegun(absl::string_view bytes);
+
+// That a step has failed.
+struct StepEnd {
+  StepRef of = {};
+  // What the rank has said that averages (Begun), if the step may have run there: if the stages are
+  // those yet, and know the step no more, it may have averaged all the same. 0: it has not run.
+  uint64_t averager = 0;
+};
+std::string EncodeEnd(const StepEnd& end);
+absl::StatusOr<StepEnd> DecodeEnd(absl::string_view bytes);
 
 // What a rank has to know of others: which of them have a tied parameter, of each that several
 // have; and where this rank does not average over replicas, the worker of one that does.

@@ -55,16 +55,26 @@ TEST(StepPlanTest, AParcelIsReadAsItWasWritten) {
   ASSERT_TRUE(ref.ok()) << ref.status();
   EXPECT_EQ(ref->step, 9u);
   EXPECT_EQ(ref->first_stage, 3);
+  const std::string bytes = EncodeEnd({.of = {9, 3}, .averager = 11});
+  const absl::StatusOr<StepEnd> end = DecodeEnd(bytes);
+  ASSERT_TRUE(end.ok()) << end.status();
+  EXPECT_EQ(end->of.step, 9u);
+  EXPECT_EQ(end->of.first_stage, 3);
+  EXPECT_EQ(end->averager, 11u);
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_FALSE(DecodeEnd(bytes.substr(0, size)).ok()) << size;
+  }
+  EXPECT_FALSE(DecodeEnd(bytes + "x").ok());
 }
 
 TEST(StepPlanTest, TiesAreReadAsTheyWereWritten) {
   for (const TieNames& names : {TieNames{}, TieNames{"a", ""}}) {
-    for (const bool averages : {false, true}) {
+    for (const uint64_t averager : {uint64_t{0}, ~uint64_t{0}}) {
       const absl::StatusOr<Begun> read =
-          DecodeBegun(EncodeBegun({.names = names, .averages = averages}));
+          DecodeBegun(EncodeBegun({.names = names, .averager = averager}));
       ASSERT_TRUE(read.ok()) << read.status();
       EXPECT_EQ(read->names, names);
-      EXPECT_EQ(read->averages, averages);
+      EXPECT_EQ(read->averager, averager);
     }
   }
   const Ties ties{{7, 1}, {{"a", {0, 2}}, {"b", {1, 3, 4}}}, "front"};
