@@ -365,8 +365,9 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   // All are asked before any is waited for: one that does not answer takes no time from the others.
   // One that has no step is told, for it may not have been started yet, and keep its stages. One
   // that averages fails its averages, before this step can be taken again.
-  // The call goes on when nobody waits any more: a worker does not serve one that was given up, and
-  // a rank that has not heard would average the next step with the other replicas' one after it.
+  // Where a rank averages the call goes on when nobody waits any more: a worker does not serve one
+  // that was given up, and a rank that has not heard would average the next step with the other
+  // replicas' one after it. Else nobody needs it, and a worker that leaves waits for its calls.
   std::map<int, Future<Message>> ends;
   const std::vector<std::set<int>> stages = StagesThatStep(schedule);
   const bool by_default = until == absl::InfinitePast();
@@ -380,8 +381,9 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     return EncodeEnd(untold != untold_.end() ? untold->second : StepEnd{ref_of(rank), 0});
   };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    Future<Message> end = Ask(kEndStep, rank, end_of(rank), served);
-    if (!stages[rank].empty() || untold_.count(rank) > 0) ends.emplace(rank, std::move(end));
+    const bool averages = untold_.count(rank) > 0;
+    Future<Message> end = Ask(kEndStep, rank, end_of(rank), averages ? served : until);
+    if (!stages[rank].empty() || averages) ends.emplace(rank, std::move(end));
   }
   std::vector<std::string> notes;
   for (size_t rank = 0; rank < states.size(); ++rank) {

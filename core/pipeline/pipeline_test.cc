@@ -2096,6 +2096,38 @@ TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
   EXPECT_THAT(std::string(begun.message()), Not(HasSubstr(unknown)));
 }
 
+// A rank that averages has a minute to hear that its step has failed, and any other one until the
+// deadline: a worker does not leave before the answers have come.
+TEST_P(PipelineReplicasTest, OnlyARankThatAveragesHasLongerThanTheDeadlineToHearOfTheEnd) {
+  std::array<std::atomic<bool>, 2> has_long{};
+  Cluster cluster(Workers(2));
+  const auto nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
+  for (int i = 0; i < 2; ++i) {
+    const auto answer = [&](absl::string_view function, const RequestHandler& handler) {
+      EXPECT_EQ(cluster[i].RegisterOwn(absl::StrCat(function, "model"), handler), absl::OkStatus());
+    };
+    const uint64_t averager = i;
+    answer(kBeginStep, [averager](Request&) -> absl::StatusOr<Message> {
+      return Message{EncodeBegun({.averager = averager}), {}};
+    });
+    answer(kTieStep, nothing);
+    answer(kDeliver, nothing);
+    answer(kRunStep, nothing);  // which is no result
+    answer(kEndStep, [&has_long, i](Request& request) -> absl::StatusOr<Message> {
+      has_long[i] = Deadline::After(absl::Seconds(30)) < request.deadline;
+      return Message{EncodeStepped({}), {}};
+    });
+  }
+  const Context context = cluster[0].NewContext();
+  const absl::Status status = MakePipeline(cluster, WithSteps(*GPipe(2, 1)))
+                                  ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})},
+                                          Deadline::After(absl::Seconds(20)))
+                                  .status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_FALSE(has_long[0]);
+  EXPECT_TRUE(has_long[1]);
+}
+
 // A worker whose threads are all taken does not serve in time that the step has failed. It hears of
 // that yet, and before the step is taken again.
 TEST_P(PipelineReplicasTest, AnEndThatIsServedLateEndsTheAveragesYet) {
