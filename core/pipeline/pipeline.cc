@@ -11,6 +11,7 @@
 #include <numeric>
 #include <optional>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -22,6 +23,7 @@
 #include "core/base/origin.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
+#include "core/base/thread.h"
 #include "core/base/wire.h"
 #include "core/pipeline/step_calls.h"
 #include "core/pipeline/step_plan.h"
@@ -385,18 +387,36 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     Future<Message> end = Ask(kEndStep, rank, end_of(rank), averages ? served : until);
     if (!stages[rank].empty() || averages) ends.emplace(rank, std::move(end));
   }
+  {
+    std::vector<std::thread> threads;
+    threads.reserve(ends.size());
+    const absl::Cleanup join = [&threads] {
+      for (std::thread& thread : threads) thread.join();
+    };
+    for (auto& [rank, end] : ends) {
+      if (end.Done() && !absl::IsResourceExhausted(end.Wait().status())) continue;
+      // A call that waits for its answer waits for credit, too.
+      const auto ask_again = [&, rank = rank, &end = end] {
+        try {
+          if (!absl::IsResourceExhausted(answer_of(end).status())) return;
+          end = Ask(kEndStep, rank, end_of(rank), until, /*waits=*/true);
+        } catch (...) {  // there was no memory: it has not answered
+        }
+      };
+      absl::StatusOr<std::thread> thread =
+          StartThread(absl::StrCat("dg-step-end-", rank), ask_again);
+      if (thread.ok()) {
+        threads.push_back(*std::move(thread));
+      } else {
+        ask_again();
+      }
+    }
+  }
   std::vector<std::string> notes;
   for (size_t rank = 0; rank < states.size(); ++rank) {
     const absl::StatusOr<Message>& answer = states[rank].Wait();
     notes.push_back(absl::StrCat("worker '", options_.workers[rank], "' ",
                                  answer.ok() ? answer->payload : "does not answer"));
-  }
-  for (auto& [rank, end] : ends) {
-    // A call that waits for its answer waits for credit, too.
-    if (absl::IsResourceExhausted(answer_of(end).status())) {
-      end = Ask(kEndStep, rank, end_of(rank), std::max(until, Deadline::After(kPatience)),
-                /*waits=*/true);
-    }
   }
   for (const auto& [rank, end] : ends) {
     const absl::StatusOr<Message> answer = answer_of(end);

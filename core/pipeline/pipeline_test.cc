@@ -2096,6 +2096,45 @@ TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
   EXPECT_THAT(std::string(begun.message()), Not(HasSubstr(unknown)));
 }
 
+// That it has failed is said to all ranks at once. To those on whose way there was no room it is
+// said again, side by side: here none of them answers before all have been asked.
+TEST_P(PipelineReplicasTest, RanksThatAreAskedAgainAreAskedSideBySide) {
+  constexpr int kRanks = 3;
+  std::array<std::atomic<bool>, kRanks> refused{};
+  std::atomic<int> asked_again{0}, short_of_time{0};
+  absl::Notification all_are_asked;
+  Cluster cluster(Workers(kRanks));
+  const auto nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
+  const auto end = [&](int rank, const Request& request) -> absl::StatusOr<Message> {
+    if (!refused[rank].exchange(true)) return absl::ResourceExhaustedError("no room today");
+    // They have as long as any call by default.
+    if (request.deadline < Deadline::After(absl::Seconds(10))) ++short_of_time;
+    if (++asked_again == kRanks) all_are_asked.Notify();
+    all_are_asked.WaitForNotification();
+    return Message{EncodeStepped({}), {}};
+  };
+  for (int i = 0; i < kRanks; ++i) {
+    const auto answer = [&](absl::string_view function, const RequestHandler& handler) {
+      EXPECT_EQ(cluster[i].RegisterOwn(absl::StrCat(function, "model"), handler), absl::OkStatus());
+    };
+    answer(kBeginStep, [](Request&) -> absl::StatusOr<Message> {
+      return Message{EncodeBegun({.averager = 1}), {}};
+    });
+    answer(kTieStep, nothing);
+    answer(kDeliver, nothing);
+    answer(kRunStep, nothing);  // which is no result
+    answer(kEndStep, [&end, i](Request& request) { return end(i, request); });
+  }
+  const auto pipeline = MakePipeline(cluster, *GPipe(kRanks, 1));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_FALSE(status.ok());
+  EXPECT_THAT(std::string(status.message()), Not(HasSubstr("may not have failed its average")));
+  EXPECT_EQ(asked_again, kRanks);
+  EXPECT_EQ(short_of_time, 0);
+}
+
 // A rank that averages has a minute to hear that its step has failed, and any other one until the
 // deadline: a worker does not leave before the answers have come.
 TEST_P(PipelineReplicasTest, OnlyARankThatAveragesHasLongerThanTheDeadlineToHearOfTheEnd) {
