@@ -1611,6 +1611,16 @@ class DriverOfOneStage {
   mutable std::atomic<uint64_t> averager_{0};  // that of the last step which averages
 };
 
+// The number of calls of that function of pipeline 'model' that a worker has got and not answered.
+uint64_t CallsBeingServed(Worker& worker, absl::string_view function) {
+  uint64_t calls = 0;
+  for (const CallStats& stats : worker.Metrics().calls) {
+    const bool is_it = stats.served && stats.function == absl::StrCat(function, "model");
+    if (is_it) calls += stats.in_flight;
+  }
+  return calls;
+}
+
 // Those of a pipeline: replica r has its ranks on the workers from r * ranks on.
 class PipelineReplicasTest : public PipelineTest {
  protected:
@@ -2222,13 +2232,15 @@ TEST_P(PipelineReplicasTest, AnEndThatIsServedLateEndsTheAveragesYet) {
              .loss = Loss}}},
           options));
     }
-    const auto pipeline = MakePipeline(cluster, schedule);
     const auto train = [&](Deadline until) {
+      // Another one each time, which does not know whom to ask again.
+      const auto pipeline = MakePipeline(cluster, schedule);
       const Context context = cluster[0].NewContext();
       return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}, until).status();
     };
     const absl::Status late = train(deadline);
     returned.Notify();
+    while (CallsBeingServed(cluster[1], kEndStep) > 0) std::this_thread::yield();
     const absl::Status again = train(absl::InfinitePast());
     made.clear();  // the function has ended
     for (const Future<Message>& call : taking) EXPECT_EQ(call.Wait().status(), absl::OkStatus());
