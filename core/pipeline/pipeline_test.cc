@@ -46,6 +46,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
+#include "core/base/processors.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/process_group.h"
 #include "core/pipeline/schedule.h"
@@ -3085,6 +3086,26 @@ TEST_P(PipelineTest, AStageUsesAsManyThreadsAsItMay) {
     EXPECT_EQ(threads, wanted);
     EXPECT_EQ(at::get_num_threads(), before);
   }
+}
+
+// By default the ranks of a worker share its processors: also where no launcher says how many
+// workers the machine has.
+TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
+  Cluster cluster(Workers(1));
+  ASSERT_EQ(cluster[0].local_world_size(), 0);
+  const Layers layers(2);
+  std::array<std::atomic<int>, 2> threads{};
+  const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
+    threads[stage] = at::get_num_threads();
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker0", "worker0"}, .schedule = *GPipe(2, 1)});
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  ASSERT_EQ((*pipeline)->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  const int each = std::max(1, std::min(at::get_num_threads(), UsableProcessors() / 2));
+  EXPECT_EQ(threads[0], each);
+  EXPECT_EQ(threads[1], each);
 }
 
 // Each rank has a thread of its own; so a stage that two pipelines have in different ranks would

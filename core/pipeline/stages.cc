@@ -338,9 +338,11 @@ class PipelineStages::Impl {
 
   // 0: as many as are set.
   int ThreadsOf(const StepPlan& plan) const {
-    if (options_.num_threads > 0 || worker_->local_world_size() == 0) return options_.num_threads;
     const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
-    const int ranks = worker_->local_world_size() * std::max(static_cast<int>(own), 1);
+    // Without a launcher nobody knows of other workers on the machine.
+    const int ranks = std::max(worker_->local_world_size(), 1) * std::max(static_cast<int>(own), 1);
+    const bool shares = worker_->local_world_size() > 0 || ranks > 1;
+    if (options_.num_threads > 0 || !shares) return options_.num_threads;
     return std::max(1, std::min(at::get_num_threads(), UsableProcessors() / ranks));
   }
 

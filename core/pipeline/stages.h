@@ -31,7 +31,8 @@ class GradientAverager;  // core/parallel/process_group/gradient_averager.h
 struct PipelineStagesOptions {
   // The number of threads that an operator of a stage may use, beside others that do at the same
   // time. 0: as many as at::get_num_threads() says; but where the launcher says how many workers
-  // the machine has, no more than the processors give to each rank of each of them.
+  // the machine has, or this one has several ranks, no more than the processors give to each rank
+  // of each of them.
   int num_threads = 0;
   // Averages the gradients of the stages here over the replicas of the pipeline, in each Train():
   // that of the worker that has these stages in each replica, over all parameters that they train,

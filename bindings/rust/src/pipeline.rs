@@ -582,7 +582,8 @@ impl<'a> PipelineStagesOptions<'a> {
     }
     /// Sets how many threads an operator of a stage may use. Default, and for 0: as many as
     /// [`num_threads`](crate::num_threads) says, but where the launcher says how many workers the
-    /// machine has, no more than the processors give to each rank of each of them.
+    /// machine has, or this one has several ranks, no more than the processors give to each rank of
+    /// each of them.
     pub fn num_threads(mut self, count: u64) -> Self {
         self.num_threads = count;
         self
