@@ -105,7 +105,7 @@ cmp <(losses whole) <(losses stopped) || fail "the table differs"
   --checkpoint=stopped.saved --resume >stdout
 grep "after 60 steps" stdout
 
-echo "== a stage's worker is killed in a step: all hear of it, by its name, and the job goes on"
+echo "== a stage's worker is killed in a step: the job ends with its name, and another one goes on"
 coproc { exec "$program" "${long[@]}" --batch=8 --micro-batches=4 --stages=3 --output=lost \
   --checkpoint=lost.saved 2>&1; }
 pid=$COPROC_PID

@@ -989,6 +989,84 @@ TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {
   again->reset();
 }
 
+// A worker that is lost in the middle of a step comes back alone, and takes its parameters from
+// what was saved after the step before. Nobody has stepped since, as the error says, so that the
+// job goes on from there, and ends as if nothing had happened.
+TEST_P(PipelineTest, WithAWorkerThatHasComeBackTheJobGoesOnFromItsLastStep) {
+  constexpr int kStages = 3, kSteps = 6, kLostIn = 3;
+  Cluster cluster(Workers(kStages));
+  Layers layers(kStages);
+  const Layers alone = layers.Copy();
+  const auto descend = [](const Tensors& parameters, auto gradient_of) {
+    const at::AutoGradMode grad_mode(false);
+    for (at::Tensor parameter : parameters) parameter.sub_(gradient_of(parameter), 0.1);
+  };
+  std::atomic<int> forwards_left{-1};  // of stage 1, before its worker is lost; -1: it is not
+  const auto stage_of = [&](int s) -> std::map<int, PipelineStage> {
+    return {{s,
+             {.forward =
+                  [&, s](Tensors in) {
+                    if (s == 1 && forwards_left >= 0 && forwards_left-- == 0) cluster[1].Abort();
+                    return layers.Forward(s, in);
+                  },
+              .loss = Loss,
+              .step = [&, s](const Context& context) -> absl::Status {
+                descend(layers.Of(s), [&](const at::Tensor& parameter) {
+                  return ValueOrThrow(context.Gradient(parameter));
+                });
+                return absl::OkStatus();
+              }}}};
+  };
+  std::unique_ptr<Worker> joined;
+  std::vector<std::unique_ptr<PipelineStages>> stages;
+  for (int s = 0; s < kStages; ++s) {
+    stages.push_back(*PipelineStages::Create(&cluster[s], "model", stage_of(s)));
+  }
+  const Schedule schedule = WithSteps(*OneForwardOneBackward(kStages, 4));
+  const auto pipeline = MakePipeline(cluster, schedule);
+  for (int step = 0; step < kSteps; ++step) {
+    SCOPED_TRACE(step);
+    const at::Tensor x = at::randn({8, 16}), y = at::randn({8, 16});
+    const auto train = [&] {
+      const Context context = cluster[0].NewContext();
+      return pipeline->Train(context, {x}, {y}).status();
+    };
+    const Layers saved = layers.Copy();
+    absl::Status status = absl::UnavailableError("no step yet");
+    if (step == kLostIn) {
+      forwards_left = 2;
+      status = train();
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr("stage 0 on worker 'worker0' has not stepped"),
+                        HasSubstr("stage 1 on worker 'worker1'"),
+                        HasSubstr("stage 2 on worker 'worker2' has not stepped")));
+      stages[1].reset();
+      cluster.Kill(1);
+      joined = cluster.Join("worker1");
+      layers.weights[1] = saved.weights[1];
+      layers.biases[1] = saved.biases[1];
+      stages[1] = *PipelineStages::Create(joined.get(), "model", stage_of(1));
+    }
+    // The others may hear of it a little later.
+    for (int tries = 0; tries < 1000; ++tries) {
+      status = train();
+      if (status.ok() || step != kLostIn) break;
+      ASSERT_TRUE(cluster[0].UpdateMembers().ok());
+    }
+    ASSERT_EQ(status, absl::OkStatus());
+    StepAlone(alone, kStages, schedule.micro_batches, true, x, y);
+    for (int s = 0; s < kStages; ++s) {
+      descend(alone.Of(s), [](const at::Tensor& parameter) { return parameter.grad(); });
+      for (at::Tensor parameter : alone.Of(s)) parameter.mutable_grad().reset();
+    }
+  }
+  EXPECT_NE(joined, nullptr);
+  for (int s = 0; s < kStages; ++s) {
+    EXPECT_TRUE(at::equal(layers.weights[s], alone.weights[s])) << "stage " << s;
+    EXPECT_TRUE(at::equal(layers.biases[s], alone.biases[s])) << "stage " << s;
+  }
+}
+
 TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   Cluster cluster(Workers(2));
   const Layers layers(2);
