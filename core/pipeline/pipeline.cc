@@ -268,7 +268,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       if (shared.averagers[rank] == 0) continue;
       const StepRef ref{plan.step, FirstStage(schedule.rank_of_stage, rank)};
-      untold_[rank] = {ref, shared.averagers[rank]};
+      untold_[rank] = EncodeEnd({ref, shared.averagers[rank]});
     }
     std::move(give_back).Cancel();
 
@@ -380,7 +380,7 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   };
   const auto end_of = [&](int rank) {
     const auto untold = untold_.find(rank);
-    return EncodeEnd(untold != untold_.end() ? untold->second : StepEnd{ref_of(rank), 0});
+    return untold != untold_.end() ? untold->second : EncodeEnd({ref_of(rank), 0});
   };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     const bool averages = untold_.count(rank) > 0;
@@ -443,8 +443,8 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
 
 absl::Status Pipeline::TellAgain(Deadline deadline) {
   while (!untold_.empty()) {
-    const auto& [rank, step] = *untold_.begin();
-    const Future<Message> end = Ask(kEndStep, rank, EncodeEnd(step), deadline, /*waits=*/true);
+    const auto& [rank, end_of_step] = *untold_.begin();
+    const Future<Message> end = Ask(kEndStep, rank, end_of_step, deadline, /*waits=*/true);
     const absl::Status& told = end.Wait().status();
     // A worker that has come back has no such step, nor the group of then. One that has had many
     // steps of others since does not know it any more, and has failed its averages.

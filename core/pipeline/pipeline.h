@@ -23,7 +23,6 @@
 #include "absl/status/statusor.h"
 #include "core/base/deadline.h"
 #include "core/pipeline/schedule.h"
-#include "core/pipeline/step_plan.h"
 #include "core/worker/worker.h"
 
 namespace distgrad {
@@ -123,8 +122,8 @@ class Pipeline {
   std::atomic<bool> runs_{false};
   // Of the step that runs. The ranks that average in it, from before they do; when it has failed,
   // those that may not have heard of that, and would average the next one with another step of the
-  // other replicas.
-  std::map<int, StepEnd> untold_;
+  // other replicas. With what they are to be told.
+  std::map<int, std::string> untold_;
 };
 
 }  // namespace distgrad

@@ -1,4 +1,6 @@
 // What docs/data_parallel.md shows of C++.
+#include "core/parallel/data_parallel.h"
+
 #include <ATen/Context.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/mse_loss.h>
@@ -16,7 +18,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "core/parallel/data_parallel.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/worker/join_process_group.h"
 

@@ -23,8 +23,8 @@ class OnDevice {
 };
 
 // On the clock's own thread, for good: then an abort by a deadline calls nothing of CUDA before
-// NCCL has ended that device's kernels. Waits for it, since a program may exit when this has returned, and
-// CUDA is unloaded then. A clock that is turned by hand has no thread of its own.
+// NCCL has ended that device's kernels. Waits for it, since a program may exit when this has
+// returned, and CUDA is unloaded then. A clock that is turned by hand has no thread of its own.
 void MakeCurrentDevice(c10::Device device, Clock* clock);
 
 }  // namespace distgrad
