@@ -6,6 +6,7 @@
 #include <ATen/ops/tensor_split.h>
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <map>
 #include <numeric>
@@ -387,6 +388,7 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     Future<Message> end = Ask(kEndStep, rank, end_of(rank), averages ? served : until);
     if (!stages[rank].empty() || averages) ends.emplace(rank, std::move(end));
   }
+  std::atomic<bool> has_memory{true};
   {
     std::vector<std::thread> threads;
     threads.reserve(ends.size());
@@ -400,7 +402,8 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
         try {
           if (!absl::IsResourceExhausted(answer_of(end).status())) return;
           end = Ask(kEndStep, rank, end_of(rank), until, /*waits=*/true);
-        } catch (...) {  // there was no memory: it has not answered
+        } catch (...) {
+          has_memory = false;
         }
       };
       absl::StatusOr<std::thread> thread =
@@ -413,6 +416,7 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     }
   }
   std::vector<std::string> notes;
+  if (!has_memory) notes.push_back("no memory to ask a worker again");
   for (size_t rank = 0; rank < states.size(); ++rank) {
     const absl::StatusOr<Message>& answer = states[rank].Wait();
     notes.push_back(absl::StrCat("worker '", options_.workers[rank], "' ",

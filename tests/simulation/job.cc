@@ -14,6 +14,7 @@
 
 #include "absl/base/internal/sysinfo.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
@@ -258,6 +259,12 @@ void Job::CheckEnd(const std::string& what, const absl::Status& status, Deadline
   if (refused_ && (code == absl::StatusCode::kResourceExhausted ||
                    // The other end had no thread to ask the store with, and refused a connection.
                    code == absl::StatusCode::kUnavailable)) {
+    return;
+  }
+  // Whoever was refused by the maker of a context releases that, and tells the others who have it.
+  if (refused_ &&
+      (code == absl::StatusCode::kCancelled || code == absl::StatusCode::kFailedPrecondition) &&
+      absl::StrContains(status.message(), "released")) {
     return;
   }
   // What waits for the store alone says when that does not answer.
