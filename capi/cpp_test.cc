@@ -118,6 +118,7 @@ void Pipelines(dg::Worker& worker) {
                std::logic_error);
   EXPECT_EQ(dg::Schedule::GPipe(1, 3).data().lists[0].size(), 6u);
   EXPECT_EQ(dg::Schedule::ZeroBubbleH1(1, 1).data().lists[0].size(), 2u);
+  EXPECT_EQ(dg::Schedule::ZeroBubbleH2(1, 1).data().lists[0].size(), 2u);
   EXPECT_EQ(dg::Schedule::InterleavedOneForwardOneBackward(1, 2, 1).data().lists[0].size(), 4u);
   data.max_activations.pop_back();
   EXPECT_EQ(CodeOf([&] { dg::Schedule{data}; }), DG_INVALID_ARGUMENT);

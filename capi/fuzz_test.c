@@ -543,7 +543,8 @@ static void make_schedule(state* s) {
       break;
     case 3:
       MAKE(SCHEDULE, dg_schedule,
-           dg_schedule_create_zero_bubble_h1(next(s) % 4 ? 1 : next(s), 2, &out));
+           next(s) % 2 ? dg_schedule_create_zero_bubble_h1(next(s) % 4 ? 1 : next(s), 2, &out)
+                       : dg_schedule_create_zero_bubble_h2(next(s) % 4 ? 1 : next(s), 2, &out));
       break;
     default:
       MAKE(SCHEDULE, dg_schedule, dg_schedule_create(&data, next(s) % 3, &out));

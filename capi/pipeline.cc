@@ -521,6 +521,11 @@ dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages, uint64_t micro_batc
   return CreateSchedule(ZeroBubbleH1, stages, micro_batches, out);
 }
 
+dg_error* dg_schedule_create_zero_bubble_h2(uint64_t stages, uint64_t micro_batches,
+                                            dg_schedule** out) noexcept {
+  return CreateSchedule(ZeroBubbleH2, stages, micro_batches, out);
+}
+
 const dg_schedule_data* dg_schedule_get(const dg_schedule* schedule) noexcept {
   return GuardValue<const dg_schedule_data*>(nullptr, [&]() -> const dg_schedule_data* {
     const absl::StatusOr<Pinned<ScheduleObject>> pinned = Pin<ScheduleObject>(schedule, "schedule");

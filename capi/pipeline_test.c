@@ -407,6 +407,8 @@ static void test_steps(void) {
   compare(schedule, true, 0);
   OK(dg_schedule_create_zero_bubble_h1(2, 4, &schedule));
   compare(schedule, true, 0);
+  OK(dg_schedule_create_zero_bubble_h2(2, 4, &schedule));
+  compare(schedule, true, 0);
 }
 
 static void test_evaluation(void) {
@@ -565,6 +567,7 @@ static void test_schedules(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_gpipe(1, 1, NULL));
   FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_one_forward_one_backward(2, 1 << 20, &schedule));
   FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_zero_bubble_h1(UINT64_MAX, 1, &schedule));
+  FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_zero_bubble_h2(1, 0, &schedule));
   FAILS(DG_INVALID_ARGUMENT,
         dg_schedule_create_interleaved_one_forward_one_backward(1, 0, 1, &schedule));
   FAILS(DG_INVALID_ARGUMENT,

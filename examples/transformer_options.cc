@@ -19,8 +19,9 @@ void Add(TransformerOptions& own, CLI::App& app) {
       ->check(CLI::Range(1, 64))
       ->excludes(single);
   add("--schedule", own.schedule, "NAME",
-      "In which order they compute: gpipe, 1f1b, interleaved (two stages on each worker), zb_h1")
-      ->check(CLI::IsMember({"gpipe", "1f1b", "interleaved", "zb_h1"}))
+      "In which order they compute: gpipe, 1f1b, interleaved (two stages on each worker), zb_h1, "
+      "zb_h2")
+      ->check(CLI::IsMember({"gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2"}))
       ->excludes(single);
   add("--micro-batches", own.micro_batches, "N",
       "Parts of each batch, which go through the stages one behind the other")
@@ -90,6 +91,7 @@ absl::StatusOr<Schedule> MakeSchedule(const TransformerOptions& options) {
   const int stages = options.stages, micro_batches = options.micro_batches;
   if (options.schedule == "gpipe") return GPipe(stages, micro_batches);
   if (options.schedule == "zb_h1") return ZeroBubbleH1(stages, micro_batches);
+  if (options.schedule == "zb_h2") return ZeroBubbleH2(stages, micro_batches);
   if (options.schedule == "interleaved") {
     return InterleavedOneForwardOneBackward(stages, /*stages_per_rank=*/2, micro_batches);
   }

@@ -57,7 +57,7 @@ train --single --output=other --seed=2 >stdout
 ! cmp -s <(losses single) <(losses other) || fail "the seed changes nothing"
 
 echo "== each schedule is the same as one process, to the last digit"
-for schedule in gpipe 1f1b interleaved zb_h1; do
+for schedule in gpipe 1f1b interleaved zb_h1 zb_h2; do
   train --schedule=$schedule --output=$schedule >stdout
   cmp <(losses single) <(losses $schedule) || fail "$schedule learns something else"
   cmp single/sample.txt $schedule/sample.txt || fail "$schedule writes something else"

@@ -171,6 +171,7 @@ std::vector<Case> Cases() {
           {"interleaved", *InterleavedOneForwardOneBackward(2, 2, 4)},
           {"interleaved, uneven", *InterleavedOneForwardOneBackward(2, 2, 3)},
           {"ZB-H1", *ZeroBubbleH1(3, 4)},
+          {"ZB-H2", *ZeroBubbleH2(3, 5)},
           {"one stage", *OneForwardOneBackward(1, 2)},
           {"more stages than micro-batches", *ZeroBubbleH1(3, 1)}};
 }

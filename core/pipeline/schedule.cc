@@ -220,6 +220,37 @@ int Releases(const Action& action) {
   return action.kind == Kind::kBackward || action.kind == Kind::kBackwardWeight ? 1 : 0;
 }
 
+// A rank has `ahead_per_rank` forwards ahead for each rank behind it, and one. Later ranks, which
+// have fewer, put off as many weights more: so much is held on each, and that much there is to do
+// at the end, while the gradients go back to the first.
+absl::StatusOr<Schedule> ZeroBubble(int stages, int micro_batches, int ahead_per_rank) {
+  DG_RETURN_IF_ERROR(CheckSizes(stages, micro_batches));
+  Schedule schedule = EmptySchedule(stages, micro_batches);
+  for (int s = 0; s < stages; ++s) {
+    std::vector<Action>& list = schedule.lists[s];
+    const int ahead = std::min(micro_batches, ahead_per_rank * (stages - 1 - s) + 1);
+    const int put_off = ahead_per_rank * s;
+    for (int m = 0; m < ahead; ++m) list.push_back({Kind::kForward, s, m});
+    for (int m = 0; m < micro_batches; ++m) {
+      if (s == 0) {
+        // Nobody waits for the first stage's gradients of inputs, and both halves apart take
+        // longer than a whole backward.
+        list.push_back({Kind::kBackward, s, m});
+      } else {
+        list.push_back({Kind::kBackwardInput, s, m});
+        if (m >= put_off) list.push_back({Kind::kBackwardWeight, s, m - put_off});
+      }
+      if (m + ahead < micro_batches) list.push_back({Kind::kForward, s, m + ahead});
+    }
+    for (int m = std::max(0, micro_batches - put_off); m < micro_batches; ++m) {
+      list.push_back({Kind::kBackwardWeight, s, m});
+    }
+    schedule.max_activations.push_back(std::min(micro_batches, ahead_per_rank * (stages - 1) + 1));
+  }
+  AddTransfers(&schedule);
+  return schedule;
+}
+
 }  // namespace
 
 std::string ToString(const Action& action) {
@@ -295,32 +326,11 @@ absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_
 }
 
 absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches) {
-  DG_RETURN_IF_ERROR(CheckSizes(stages, micro_batches));
-  Schedule schedule = EmptySchedule(stages, micro_batches);
-  for (int s = 0; s < stages; ++s) {
-    std::vector<Action>& list = schedule.lists[s];
-    const int ahead = std::min(micro_batches, stages - s);
-    for (int m = 0; m < ahead; ++m) list.push_back({Kind::kForward, s, m});
-    // Later ranks put off more weights, as they have fewer forwards ahead: so much is held on each,
-    // and that much there is to do at the end, while the gradients go back to the first.
-    for (int m = 0; m < micro_batches; ++m) {
-      if (s == 0) {
-        // Nobody waits for the first stage's gradients of inputs, and both halves apart take
-        // longer than a whole backward.
-        list.push_back({Kind::kBackward, s, m});
-      } else {
-        list.push_back({Kind::kBackwardInput, s, m});
-        if (m >= s) list.push_back({Kind::kBackwardWeight, s, m - s});
-      }
-      if (m + ahead < micro_batches) list.push_back({Kind::kForward, s, m + ahead});
-    }
-    for (int m = std::max(0, micro_batches - s); m < micro_batches; ++m) {
-      list.push_back({Kind::kBackwardWeight, s, m});
-    }
-    schedule.max_activations.push_back(std::min(micro_batches, stages));
-  }
-  AddTransfers(&schedule);
-  return schedule;
+  return ZeroBubble(stages, micro_batches, /*ahead_per_rank=*/1);
+}
+
+absl::StatusOr<Schedule> ZeroBubbleH2(int stages, int micro_batches) {
+  return ZeroBubble(stages, micro_batches, /*ahead_per_rank=*/2);
 }
 
 absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_batches) {

@@ -51,10 +51,11 @@ struct Named {
 std::vector<Named> All(int ranks, int micro_batches) {
   std::vector<Named> all;
   const double work = 3.0 * micro_batches;
-  std::vector<int> all_of_them(ranks, micro_batches), falling, no_more_than_ranks;
+  std::vector<int> all_of_them(ranks, micro_batches), falling, no_more_than_ranks, twice_the_ranks;
   for (int rank = 0; rank < ranks; ++rank) {
     falling.push_back(std::min(micro_batches, ranks - rank));
     no_more_than_ranks.push_back(std::min(micro_batches, ranks));
+    twice_the_ranks.push_back(std::min(micro_batches, 2 * ranks - 1));
   }
   all.push_back(
       {"GPipe", *GPipe(ranks, micro_batches), ranks, work, 3.0 * (ranks - 1), true, all_of_them});
@@ -74,6 +75,9 @@ std::vector<Named> All(int ranks, int micro_batches) {
   }
   all.push_back({"ZB-H1", *ZeroBubbleH1(ranks, micro_batches), ranks, work,
                  1.0 * (ranks - 1) + std::max(0, ranks - micro_batches), true, no_more_than_ranks});
+  all.push_back({"ZB-H2", *ZeroBubbleH2(ranks, micro_batches), ranks, work,
+                 1.0 * (ranks - 1) + std::max(0, ranks - 1 - micro_batches / 2), true,
+                 twice_the_ranks});
   return all;
 }
 
@@ -105,7 +109,7 @@ TEST(ScheduleTest, EachGeneratorMakesSchedulesThatEndAndHoldWhatTheyPromise) {
       ++most;
     }
   });
-  EXPECT_EQ(checked, kMost * kMost * 6);
+  EXPECT_EQ(checked, kMost * kMost * 7);
 }
 
 TEST(ScheduleTest, TheBubbleIsThatOfTheFormula) {
@@ -296,13 +300,36 @@ TEST(ScheduleTest, ShuffledListsAreRefusedWhereTheyComeToNoEnd) {
 // Halves apart take longer than a whole backward, and nobody waits for what the first stage's would
 // have early.
 TEST(ScheduleTest, ZeroBubbleHasHalvesWhereARankWaitsForTheFirst) {
-  const Schedule schedule = *ZeroBubbleH1(3, 4);
-  for (size_t rank = 0; rank < schedule.lists.size(); ++rank) {
-    for (const Action& action : schedule.lists[rank]) {
-      const bool half = action.kind == Kind::kBackwardInput || action.kind == Kind::kBackwardWeight;
-      EXPECT_FALSE(rank == 0 ? half : action.kind == Kind::kBackward) << "rank " << rank;
+  for (const Schedule& schedule : {*ZeroBubbleH1(3, 4), *ZeroBubbleH2(3, 4)}) {
+    for (size_t rank = 0; rank < schedule.lists.size(); ++rank) {
+      for (const Action& action : schedule.lists[rank]) {
+        const bool half =
+            action.kind == Kind::kBackwardInput || action.kind == Kind::kBackwardWeight;
+        EXPECT_FALSE(rank == 0 ? half : action.kind == Kind::kBackward) << "rank " << rank;
+      }
     }
   }
+}
+
+// What ZB-H2 holds more activations for: gradients of inputs that take longer than those of
+// weights, and transfers that take a while, here as parts of the computing.
+TEST(ScheduleTest, MoreForwardsAheadHideWhatTheFirstGradientsWaitFor) {
+  constexpr int kRanks = 4, kMicroBatches = 8;
+  const auto uneven = [](const Action& action) {
+    switch (action.kind) {
+      case Kind::kBackwardInput:
+        return 1.3;
+      case Kind::kBackwardWeight:
+        return 0.7;
+      default:
+        return UnitTime(action);
+    }
+  };
+  const auto bubble = [&](const Schedule& schedule) {
+    return Simulate(schedule, uneven)->end - 3.0 * kMicroBatches;
+  };
+  EXPECT_NEAR(bubble(*ZeroBubbleH1(kRanks, kMicroBatches)), (kRanks - 1) * 1.6, 1e-9);
+  EXPECT_NEAR(bubble(*ZeroBubbleH2(kRanks, kMicroBatches)), (kRanks - 1) * 1.0, 1e-9);
 }
 
 TEST(ScheduleTest, StepsComeOnceForEachStageBehindItsGradients) {
@@ -323,6 +350,7 @@ TEST(ScheduleTest, WhatMakesNoSenseIsNamed) {
   EXPECT_EQ(InterleavedOneForwardOneBackward(1 << 16, 1 << 16, 1).status().code(),
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ZeroBubbleH1(-1, -1).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ZeroBubbleH2(1 << 20, 2).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ForwardOnly({0, 7}, 1).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Check({}).code(), absl::StatusCode::kInvalidArgument);
 

@@ -1,7 +1,7 @@
 //! Trains a small transformer on a text, a character at a time, as a pipeline over several
 //! processes, or as several replicas of one, and has it write.
 //!
-//! `transformer FILE [--stages=N] [--schedule=gpipe|1f1b|interleaved|zb_h1] [--micro-batches=N]
+//! `transformer FILE [--stages=N] [--schedule=gpipe|1f1b|interleaved|zb_h1|zb_h2] [--micro-batches=N]
 //! [--replicas=N] [--steps=N] [--batch=N] [--blocks=N] [--width=N] [--context=N] [--output=FOLDER]`
 //!
 //! FILE is the text; `//examples:transformer`, which does the same in C++, takes the King James
@@ -111,6 +111,7 @@ impl Options {
             "gpipe" => Schedule::gpipe(stages, micro_batches),
             "1f1b" => Schedule::one_forward_one_backward(stages, micro_batches),
             "zb_h1" => Schedule::zero_bubble_h1(stages, micro_batches),
+            "zb_h2" => Schedule::zero_bubble_h2(stages, micro_batches),
             "interleaved" => {
                 Schedule::interleaved_one_forward_one_backward(stages, 2, micro_batches)
             }

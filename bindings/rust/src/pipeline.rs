@@ -216,6 +216,13 @@ impl Schedule {
     pub fn zero_bubble_h1(stages: u64, micro_batches: u64) -> Result<Self> {
         Ok(Self::own(raw::schedule_create_zero_bubble_h1(stages, micro_batches)?))
     }
+    /// ZB-H2: ZB-H1 with twice as many forwards ahead, so that each rank has work while the first
+    /// gradients come back, and what comes late holds up less. Holds up to twice as many
+    /// activations.
+    #[doc(alias = "dg_schedule_create_zero_bubble_h2")]
+    pub fn zero_bubble_h2(stages: u64, micro_batches: u64) -> Result<Self> {
+        Ok(Self::own(raw::schedule_create_zero_bubble_h2(stages, micro_batches)?))
+    }
 
     /// Creates a schedule of lists of one's own. `Code::InvalidArgument` names the action that is
     /// wrong, and why.

@@ -134,6 +134,7 @@ fn steps_are_those_of_one_process_to_the_last_bit() {
         (Schedule::interleaved_one_forward_one_backward(2, 2, 4), Reduction::Mean),
         (Schedule::interleaved_one_forward_one_backward(2, 2, 3), Reduction::Mean),
         (Schedule::zero_bubble_h1(2, 4), Reduction::Mean),
+        (Schedule::zero_bubble_h2(2, 4), Reduction::Sum),
     ];
     for (schedule, reduction) in cases {
         let schedule = schedule.unwrap();
@@ -578,6 +579,7 @@ fn schedules() {
     assert_eq!(Schedule::new(&data).unwrap_err().code(), Code::InvalidArgument);
     assert_eq!(Schedule::gpipe(0, 1).unwrap_err().code(), Code::InvalidArgument);
     assert_eq!(Schedule::zero_bubble_h1(1 << 20, 2).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(Schedule::zero_bubble_h2(0, 2).unwrap_err().code(), Code::InvalidArgument);
 }
 
 #[test]

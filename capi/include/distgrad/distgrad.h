@@ -1495,6 +1495,11 @@ DG_API DG_MUST_USE dg_error* dg_schedule_create_interleaved_one_forward_one_back
 DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages,
                                                                uint64_t micro_batches,
                                                                dg_schedule** out) DG_NOEXCEPT;
+/* ZB-H2: ZB-H1 with twice as many forwards ahead, so that each rank has work while the first
+ * gradients come back, and what comes late holds up less. Holds up to twice as many activations. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h2(uint64_t stages,
+                                                               uint64_t micro_batches,
+                                                               dg_schedule** out) DG_NOEXCEPT;
 
 /* Returns what the schedule is, which lives as long as it: to change a copy, for instance. NULL if
  * `schedule` is not a valid handle. */

@@ -1366,6 +1366,9 @@ class Schedule {
   static Schedule ZeroBubbleH1(uint64_t stages, uint64_t micro_batches) {
     return Make(dg_schedule_create_zero_bubble_h1, stages, micro_batches);
   }
+  static Schedule ZeroBubbleH2(uint64_t stages, uint64_t micro_batches) {
+    return Make(dg_schedule_create_zero_bubble_h2, stages, micro_batches);
+  }
 
   ScheduleData data() const {
     ScheduleData copy;

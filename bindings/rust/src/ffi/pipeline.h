@@ -34,6 +34,9 @@ inline ScheduleHandle schedule_create_interleaved_one_forward_one_backward(uint6
 inline ScheduleHandle schedule_create_zero_bubble_h1(uint64_t stages, uint64_t micro_batches) {
   return Out<ScheduleHandle>(dg_schedule_create_zero_bubble_h1, stages, micro_batches);
 }
+inline ScheduleHandle schedule_create_zero_bubble_h2(uint64_t stages, uint64_t micro_batches) {
+  return Out<ScheduleHandle>(dg_schedule_create_zero_bubble_h2, stages, micro_batches);
+}
 RawScheduleData schedule_get(ScheduleHandle schedule);
 RawTimeline schedule_simulate(ScheduleHandle schedule, Timer& timer);
 inline void schedule_destroy(ScheduleHandle schedule) { dg_schedule_destroy(schedule); }

@@ -134,6 +134,10 @@ pub(crate) mod raw {
             stages: u64,
             micro_batches: u64,
         ) -> Result<ScheduleHandle>;
+        fn schedule_create_zero_bubble_h2(
+            stages: u64,
+            micro_batches: u64,
+        ) -> Result<ScheduleHandle>;
         fn schedule_get(schedule: ScheduleHandle) -> RawScheduleData;
         fn schedule_simulate(
             schedule: ScheduleHandle,
