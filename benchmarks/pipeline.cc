@@ -14,9 +14,11 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full_like.h>
+#include <ATen/ops/mse_loss.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/randn.h>
+#include <ATen/ops/randn_like.h>
 #include <sys/wait.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <unistd.h>
@@ -229,7 +231,8 @@ void ReportWaiting() {
         {"GPipe", *GPipe(4, m)},
         {"1F1B", *OneForwardOneBackward(4, m)},
         {"interleaved", *InterleavedOneForwardOneBackward(4, 2, m)},
-        {"ZB-H1", *ZeroBubbleH1(4, m)}};
+        {"ZB-H1", *ZeroBubbleH1(4, m)},
+        {"ZB-H2", *ZeroBubbleH2(4, m)}};
     for (const auto& [name, schedule] : schedules) {
       std::vector<double> times = InJob(4, [&name = name, &schedule = schedule](
                                                Worker& worker, std::vector<double>* said) {
@@ -262,19 +265,28 @@ void ReportWaiting() {
 
 // ----------------------------------------------------------------------------------- Computing
 
-absl::Status RunAlone(const SplitJob& job, int layers, int threads, int micro_batches,
+// Part `index` of `count`, by itself: with what the parts before it would give, and for any but the
+// last one with a loss that stands for the parts behind it.
+absl::Status RunAlone(const SplitJob& job, int index, int count, int threads, int micro_batches,
                       std::vector<double>* said) {
   at::set_num_threads(threads);
-  const SplitPart all(job, layers);
-  const Tensors xs = at::randn(job.BatchSizes()).tensor_split(micro_batches);
-  const Tensors ys = at::randn(job.BatchSizes()).tensor_split(micro_batches);
+  const SplitPart part(job, index, count);
+  const bool is_last = index == count - 1;
+  at::Tensor x = job.Inputs(), y = job.Targets();
+  {
+    const at::AutoGradMode grad_mode(false);
+    for (int i = 0; i < index; ++i) x = SplitPart(job, i, count).Forward({x})[0];
+    if (!is_last) y = at::randn_like(part.Forward({x})[0]);
+  }
+  const Tensors xs = x.tensor_split(micro_batches), ys = y.tensor_split(micro_batches);
   return MeasureSplit(job, kRoundsOfATurn, said, [&]() -> absl::Status {
     for (int m = 0; m < micro_batches; ++m) {
-      const at::Tensor loss = SplitLoss(all.Forward({xs[m]}), {ys[m]});
+      const at::Tensor out = part.Forward({xs[m]})[0];
+      const at::Tensor loss = is_last ? job.Loss(out, ys[m]) : at::mse_loss(out, ys[m]);
       loss.backward(at::full_like(loss, 1.0 / micro_batches));
     }
-    all.Descend([](const at::Tensor& parameter) { return parameter.grad(); });
-    for (at::Tensor parameter : all.Parameters()) parameter.mutable_grad().reset();
+    part.Descend([](const at::Tensor& parameter) { return parameter.grad(); });
+    for (at::Tensor parameter : part.Parameters()) parameter.mutable_grad().reset();
     return absl::OkStatus();
   });
 }
@@ -283,7 +295,7 @@ absl::Status RunSplit(Worker& worker, const std::string& name, const SplitJob& j
                       const Schedule& schedule, std::vector<double>* said) {
   at::set_num_threads(1);
   const int rank = worker.rank();
-  const auto part = std::make_shared<SplitPart>(job, job.layers / schedule.ranks());
+  const auto part = std::make_shared<SplitPart>(job, rank, schedule.ranks());
   const auto step = [part](const Context& context) -> absl::Status {
     part->Descend(
         [&](const at::Tensor& parameter) { return ValueOrThrow(context.Gradient(parameter)); });
@@ -292,10 +304,10 @@ absl::Status RunSplit(Worker& worker, const std::string& name, const SplitJob& j
   return Drive(worker, name,
                {{rank,
                  {.forward = [part](Tensors in) { return part->Forward(std::move(in)); },
-                  .loss = SplitLoss,
+                  .loss = [job](Tensors out, Tensors y) { return job.Loss(out[0], y[0]); },
                   .step = step}}},
                schedule, [&](Pipeline& pipeline) {
-                 const at::Tensor x = at::randn(job.BatchSizes()), y = at::randn(job.BatchSizes());
+                 const at::Tensor x = job.Inputs(), y = job.Targets();
                  return MeasureSplit(job, kRoundsOfATurn, said, [&] {
                    const Context context = worker.NewContext();
                    return pipeline.Train(context, {x}, {y}).status();
@@ -349,12 +361,12 @@ void ReportSplit(SplitJob job) {
   if (!absl::StrContains(job.name, models)) return;
   if (given_micro_batches > 0) job.micro_batches = given_micro_batches;
   std::printf("%s, batches of %d in %d micro-batches; %s per second\n", job.name.c_str(), job.batch,
-              job.micro_batches, job.transformer ? "tokens" : "samples");
+              job.micro_batches, job.Unit());
   std::fflush(stdout);  // Before processes are forked, which would print it again.
   const auto alone = [&job](int processes, int threads, int micro_batches) {
     return [=, &job] {
-      return InProcesses(processes, [&](int, std::vector<double>* said) {
-        return RunAlone(job, job.layers / processes, threads, micro_batches, said);
+      return InProcesses(processes, [&](int index, std::vector<double>* said) {
+        return RunAlone(job, index, processes, threads, micro_batches, said);
       });
     };
   };
@@ -366,20 +378,19 @@ void ReportSplit(SplitJob job) {
   all.emplace_back("one process, 2 threads, in micro-batches", alone(1, 2, job.micro_batches));
   all.emplace_back("one process, 1 thread", alone(1, 1, 1));
   all.emplace_back("one process, 1 thread, in micro-batches", alone(1, 1, job.micro_batches));
-  // PyTorch has no pipeline without Python: a batch goes through both processes at once, or in
-  // parts that all are on their way together, and one backward goes back. Its side knows two
-  // halves.
+  // PyTorch has no pipeline without Python: a batch goes through all processes at once, or in parts
+  // that all are on their way together, and one backward goes back.
   for (const int parts : {1, job.micro_batches}) {
-    if (job.processes != 2) break;
-    all.emplace_back(
-        absl::StrCat("2 processes, PyTorch's own (uv), ", parts, parts == 1 ? " part" : " parts"),
-        [&job, parts] {
-          const int port = FreePort();
-          return InProcesses(2, [&](int rank, std::vector<double>* said) {
-            const SideOptions place{.config = "uv", .rank = rank, .world = 2, .port = port};
-            return TrainWithPytorch(job, parts, place, kRoundsOfATurn, said);
-          });
-        });
+    all.emplace_back(absl::StrCat(job.processes, " processes, PyTorch's own (uv), ", parts,
+                                  parts == 1 ? " part" : " parts"),
+                     [&job, parts] {
+                       const int port = FreePort();
+                       return InProcesses(job.processes, [&](int rank, std::vector<double>* said) {
+                         const SideOptions place{
+                             .config = "uv", .rank = rank, .world = job.processes, .port = port};
+                         return TrainWithPytorch(job, parts, place, kRoundsOfATurn, said);
+                       });
+                     });
   }
   const int processes = job.processes;
   // Else one that waits lets another one have its processor.
@@ -387,7 +398,8 @@ void ReportSplit(SplitJob job) {
   const std::vector<std::pair<std::string, Schedule>> schedules = {
       {"GPipe", *GPipe(processes, job.micro_batches)},
       {"1F1B", *OneForwardOneBackward(processes, job.micro_batches)},
-      {"ZB-H1", *ZeroBubbleH1(processes, job.micro_batches)}};
+      {"ZB-H1", *ZeroBubbleH1(processes, job.micro_batches)},
+      {"ZB-H2", *ZeroBubbleH2(processes, job.micro_batches)}};
   for (const auto& [name, schedule] : schedules) {
     Schedule with_steps = schedule;
     for (int s = 0; s < processes; ++s) with_steps.lists[s].push_back({Kind::kStep, s});
@@ -447,7 +459,7 @@ int Main(int argc, char** argv) {
   ReportSplit({.name = "8 layers of 512", .layers = 8, .width = 512, .batch = 256});
   ReportSplit({.name = "8 layers of 1024", .layers = 8, .width = 1024, .batch = 512, .steps = 2});
   SplitJob transformer = {.name = "4 transformer blocks of 256, sequences of 128",
-                          .transformer = true,
+                          .model = SplitJob::Model::kTransformer,
                           .layers = 4,
                           .width = 256,
                           .batch = 16,
@@ -467,6 +479,12 @@ int Main(int argc, char** argv) {
   transformer.processes = 3;
   transformer.batch = 128;
   ReportSplit(transformer);
+  // As that is by default.
+  ReportSplit({.name = "fashion_mnist",
+               .model = SplitJob::Model::kImages,
+               .batch = 128,
+               .micro_batches = 4,
+               .steps = 4});
   return failed ? 1 : 0;
 }
 

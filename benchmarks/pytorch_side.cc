@@ -68,8 +68,10 @@ class Callback : public rpc::RequestCallbackNoPython {
 
 class PytorchSide : public BenchmarkSide {
  public:
-  explicit PytorchSide(const SideOptions& place, const SplitPart* half = nullptr)
-      : place_(place), half_(half) {
+  // `part`: of `job`, in TrainWithPytorch() alone; as long as the side.
+  explicit PytorchSide(const SideOptions& place, const SplitJob* job = nullptr,
+                       const SplitPart* part = nullptr)
+      : place_(place), job_(job), part_(part) {
     at::set_num_threads(1);
     std::optional<std::vector<std::string>> transports, channels;
     int threads = rpc::kDefaultNumWorkerThreads;
@@ -183,33 +185,44 @@ class PytorchSide : public BenchmarkSide {
     return results;
   }
 
-  // A step with a half of a model here, and the other half on worker 1.
+  // A step with the first part of a model here, and the others on the other workers.
   void Step(const std::vector<at::Tensor>& xs, const std::vector<at::Tensor>& ys) {
     auto& container = dist::DistAutogradContainer::getInstance();
     const int64_t id = container.newContext()->contextId();
     {
       std::vector<Answer> answers;
       for (size_t m = 0; m < xs.size(); ++m) {
-        answers.push_back(Send(
-            1, rpc::ScriptCall(c10::QualifiedName(kLoss), {half_->Forward({xs[m]})[0], ys[m]})));
+        answers.push_back(CallLoss(xs[m], ys[m]));
       }
       std::vector<at::Tensor> losses;
       for (const Answer& answer : answers) losses.push_back(Await(answer));
       const at::Tensor loss = at::div(at::sum(at::stack(losses)), double(losses.size()));
       dist::DistEngine::getInstance().execute(id, {loss}, /*retainGraph=*/false);
     }
-    const Answer there = Send(1, rpc::ScriptCall(c10::QualifiedName(kDescend), {id}));
+    std::vector<Answer> there;
+    for (int rank = 1; rank < place_.world; ++rank) {
+      there.push_back(Send(rank, rpc::ScriptCall(c10::QualifiedName(kDescend), {id})));
+    }
     Descend(id);
-    Await(there);
+    for (const Answer& answer : there) Await(answer);
     container.releaseContext(id);
   }
-  at::Tensor ServeLoss(const std::vector<at::IValue>& arguments) const {
-    return SplitLoss(half_->Forward({arguments[0].toTensor()}), {arguments[1].toTensor()});
+  // The loss of what the part before has given: from the workers behind this one, or, on the last
+  // one, from here.
+  Answer ServeLoss(const std::vector<at::IValue>& arguments) {
+    const at::Tensor x = arguments[0].toTensor(), y = arguments[1].toTensor();
+    if (place_.rank + 1 < place_.world) {
+      return CallLoss(x, y)->then([](rpc::JitFuture& f) { return at::IValue(TensorOf(f)); },
+                                  c10::AnyType::get());
+    }
+    auto done = c10::make_intrusive<rpc::JitFuture>(c10::AnyType::get());
+    done->markCompleted(at::IValue(job_->Loss(part_->Forward({x})[0], y)));
+    return done;
   }
   void Descend(int64_t id) const {
     const auto gradients =
         dist::DistAutogradContainer::getInstance().retrieveContext(id)->getGradients();
-    half_->Descend([&](const at::Tensor& parameter) { return gradients.at(parameter); });
+    part_->Descend([&](const at::Tensor& parameter) { return gradients.at(parameter); });
   }
   // Rank 0 serves the store: it has ended as well if that is gone.
   void AwaitEnd() {
@@ -253,6 +266,11 @@ class PytorchSide : public BenchmarkSide {
   Answer CallAdd(const at::Tensor& x) { return Send(1, rpc::ScriptCall(add_, {x, 1, 1})); }
   Answer CallMul(int to, const at::Tensor& x) {
     return Send(to, rpc::ScriptCall(mul_, {x, kFactor}));
+  }
+  // What goes in here, and the targets; the loss.
+  Answer CallLoss(const at::Tensor& x, const at::Tensor& y) {
+    return Send(place_.rank + 1,
+                rpc::ScriptCall(c10::QualifiedName(kLoss), {part_->Forward({x})[0], y}));
   }
   Answer CallChain(const at::Tensor& x, int64_t hops) {
     return Send((place_.rank + 1) % place_.world,
@@ -298,7 +316,8 @@ class PytorchSide : public BenchmarkSide {
   }
 
   const SideOptions place_;
-  const SplitPart* const half_;  // null but in TrainWithPytorch()
+  const SplitJob* const job_;    // null but in TrainWithPytorch()
+  const SplitPart* const part_;  // the same
   c10::intrusive_ptr<c10d::TCPStore> store_;
   const std::shared_ptr<torch::jit::Operator> add_ = Find("aten::add");
   const std::shared_ptr<torch::jit::Operator> mul_ = Find("aten::mul");
@@ -315,8 +334,7 @@ Answer Callback::processScriptCall(rpc::RpcCommandBase& command,
     answer = c10::make_intrusive<rpc::JitFuture>(c10::ListType::ofTensors());
     answer->markCompleted(PytorchSide::ServeScale(call.stackRef()));
   } else if (call.qualifiedName().qualifiedName() == kLoss) {
-    answer = c10::make_intrusive<rpc::JitFuture>(c10::AnyType::get());
-    answer->markCompleted(at::IValue(the_side->ServeLoss(call.stackRef())));
+    answer = the_side->ServeLoss(call.stackRef());
   } else if (call.qualifiedName().qualifiedName() == kDescend) {
     the_side->Descend(call.stackRef()[0].toInt());
     answer = c10::make_intrusive<rpc::JitFuture>(c10::AnyType::get());
@@ -345,15 +363,16 @@ absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartPytorch(const SideOptions& p
 absl::Status TrainWithPytorch(const SplitJob& job, int parts, const SideOptions& place, int rounds,
                               std::vector<double>* said) {
   try {
-    const auto* const half = new SplitPart(job, job.layers / 2);
     // They end with the process: the agent's threads may use them until then.
-    auto* const side = new PytorchSide(place, half);
+    const auto* const its_job = new SplitJob(job);
+    const auto* const part = new SplitPart(job, place.rank, place.world);
+    auto* const side = new PytorchSide(place, its_job, part);
     if (place.rank != 0) {
       side->AwaitEnd();
       return absl::OkStatus();
     }
-    const std::vector<at::Tensor> xs = at::randn(job.BatchSizes()).tensor_split(parts);
-    const std::vector<at::Tensor> ys = at::randn(job.BatchSizes()).tensor_split(parts);
+    const std::vector<at::Tensor> xs = job.Inputs().tensor_split(parts);
+    const std::vector<at::Tensor> ys = job.Targets().tensor_split(parts);
     const absl::Status measured = MeasureSplit(job, rounds, said, [&] {
       side->Step(xs, ys);
       return absl::OkStatus();

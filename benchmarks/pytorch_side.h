@@ -16,10 +16,10 @@ namespace distgrad {
 // with CMA within a machine), or "uv" (TCP with its basic channel). Once in a process.
 absl::StatusOr<std::unique_ptr<BenchmarkSide>> StartPytorch(const SideOptions& place);
 
-// Trains a model of two halves, one in each of two processes: a step is a forward of the batch, cut
-// into some parts that are all on their way at once, one backward by the distributed autograd, and
-// each process's own parameters minus their gradients. Of rank 0 as MeasureSplit(); the other one
-// serves until that is over. Once in a process, and not beside StartPytorch().
+// Trains a model that is split over the processes: a step is a forward of the batch, cut into some
+// parts that are all on their way at once, from process to process, one backward by the distributed
+// autograd, and each process's own parameters minus their gradients. Of rank 0 as MeasureSplit();
+// the others serve until that is over. Once in a process, and not beside StartPytorch().
 absl::Status TrainWithPytorch(const SplitJob& job, int parts, const SideOptions& place, int rounds,
                               std::vector<double>* said);
 

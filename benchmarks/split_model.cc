@@ -7,6 +7,7 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mse_loss.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/relu.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -16,6 +17,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/base/status.h"
+#include "core/tensor/exception.h"
 
 namespace distgrad {
 namespace {
@@ -29,15 +31,34 @@ at::Tensor Parameter(at::IntArrayRef sizes) {
 
 }  // namespace
 
-std::vector<int64_t> SplitJob::BatchSizes() const {
-  if (transformer) return {batch, sequence, width};
-  return {batch, width};
+const char* SplitJob::Unit() const {
+  if (model == Model::kImages) return "images";
+  return model == Model::kTransformer ? "tokens" : "samples";
 }
 
-SplitPart::SplitPart(const SplitJob& job, int layers)
-    : transformer_(job.transformer), width_(job.width) {
-  for (int i = 0; i < layers; ++i) {
-    if (!transformer_) {
+at::Tensor SplitJob::Inputs() const {
+  if (model == Model::kImages) return at::randn({batch, 1, 28, 28});
+  return model == Model::kTransformer ? at::randn({batch, sequence, width})
+                                      : at::randn({batch, width});
+}
+
+at::Tensor SplitJob::Targets() const {
+  return model == Model::kImages ? at::randint(10, {batch}, at::kLong) : Inputs();
+}
+
+at::Tensor SplitJob::Loss(const at::Tensor& outputs, const at::Tensor& targets) const {
+  return model == Model::kImages ? distgrad::Loss(outputs, targets)
+                                 : at::mse_loss(outputs, targets);
+}
+
+SplitPart::SplitPart(const SplitJob& job, int index, int count)
+    : model_(job.model), width_(job.width) {
+  if (model_ == SplitJob::Model::kImages) {
+    stage_ = ValueOrThrow(Stage::Create(index, count, /*seed=*/1));
+    return;
+  }
+  for (int i = 0; i < job.layers / count; ++i) {
+    if (model_ == SplitJob::Model::kLinear) {
       weights_.push_back({Parameter({width_, width_})});
       continue;
     }
@@ -48,8 +69,10 @@ SplitPart::SplitPart(const SplitJob& job, int layers)
 
 std::vector<at::Tensor> SplitPart::Forward(std::vector<at::Tensor> in) const {
   at::Tensor x = std::move(in[0]);
+  if (stage_.has_value()) return {stage_->Forward(x)};
   for (const std::vector<at::Tensor>& layer : weights_) {
-    x = transformer_ ? Block(x, layer) : at::relu(at::linear(x, layer[0]));
+    x = model_ == SplitJob::Model::kTransformer ? Block(x, layer)
+                                                : at::relu(at::linear(x, layer[0]));
   }
   return {x};
 }
@@ -69,6 +92,7 @@ at::Tensor SplitPart::Block(const at::Tensor& x, const std::vector<at::Tensor>& 
 }
 
 std::vector<at::Tensor> SplitPart::Parameters() const {
+  if (stage_.has_value()) return stage_->parameters();
   std::vector<at::Tensor> all;
   for (const std::vector<at::Tensor>& layer : weights_) {
     all.insert(all.end(), layer.begin(), layer.end());
@@ -80,10 +104,6 @@ void SplitPart::Descend(
     const std::function<at::Tensor(const at::Tensor& parameter)>& gradient_of) const {
   const at::AutoGradMode grad_mode(false);
   for (at::Tensor parameter : Parameters()) parameter.sub_(gradient_of(parameter), kRate);
-}
-
-at::Tensor SplitLoss(std::vector<at::Tensor> outputs, std::vector<at::Tensor> targets) {
-  return at::mse_loss(outputs[0], targets[0]);
 }
 
 absl::Status MeasureSplit(const SplitJob& job, int rounds, std::vector<double>* said,
