@@ -58,6 +58,9 @@ constexpr uint64_t kElementBytes = 16 << 20;
 constexpr int64_t kMaxTensors = 1024;
 constexpr int64_t kTooMuch = 48 << 20;
 constexpr int64_t kLarge = 1 << 19;  // as a number, or as the size of a dimension
+// As a number of times that something is done again: of each time some kilobytes may remain, and
+// few operators take long.
+constexpr int64_t kTimes = 1 << 15;
 // The elements of a view, of which each shows in a list, and few operators take long.
 constexpr int64_t kMany = 1 << 23;
 // What arguments may show, which is more here than an operator may allocate.
@@ -67,8 +70,12 @@ std::string NameOf(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
 }
 
-at::Tensor Sparse(int64_t size) {
-  return at::sparse_coo_tensor(at::zeros({2, 1}, at::kLong), at::ones({1}), {size, size});
+// With one element, which is the last one.
+at::Tensor Sparse(int64_t rows, int64_t columns) {
+  const at::Tensor place = at::zeros({2, 1}, at::kLong);
+  place[0][0] = rows - 1;
+  place[1][0] = columns - 1;
+  return at::sparse_coo_tensor(place, at::ones({1}), {rows, columns});
 }
 
 // Arguments of which one or two are large, but for their elements.
@@ -92,9 +99,16 @@ class LargeArguments {
   }
 
  private:
-  static constexpr size_t kShapes = 12;
+  static constexpr size_t kShapes = 16;
+  static constexpr size_t kFirstSparse = 11;  // those from here on are sparse
 
   size_t Below(size_t n) { return static_cast<size_t>(random_() % n); }
+
+  // Few operators take a sparse tensor together with another one that is not.
+  size_t NextShape() {
+    if (shape_ < kFirstSparse || Below(4) == 0) return Below(kShapes);
+    return kFirstSparse + Below(kShapes - kFirstSparse);
+  }
 
   // One of its own for each argument, as those that come with a message are.
   static at::Tensor OfShape(size_t shape) {
@@ -102,38 +116,46 @@ class LargeArguments {
       case 0:
         return at::zeros({kLarge, 0});
       case 1:
-        return at::zeros({kLarge, 0, 0});
+        return at::zeros({0, kLarge});
       case 2:
-        return at::zeros({0, kLarge, 0});
+        return at::zeros({kLarge, 0, 0});
       case 3:
-        return at::ones({1}).expand({kLarge});
+        return at::zeros({0, kLarge, 0});
       case 4:
-        return at::ones({1}, at::kDouble).expand({1, kLarge, 1});
+        return at::ones({1}).expand({kLarge});
       case 5:
-        return at::ones({1}, at::kDouble).expand({kLarge, 1, 1});
+        return at::ones({1}, at::kDouble).expand({1, kLarge, 1});
       case 6:
-        return at::ones({1}).expand({kLarge, 2});
+        return at::ones({1}, at::kDouble).expand({kLarge, 1, 1});
       case 7:
-        return at::ones({1}, at::kLong);
+        return at::ones({1}).expand({kLarge, 2});
       case 8:
-        return at::ones({1}).expand({kMany});
+        return at::ones({1}, at::kLong);
       case 9:
-        return Sparse(kLarge);
+        return at::ones({1}).expand({kMany});
       case 10:
-        return Sparse(kMany);
-      default:
         return at::ones({1, 2});
+      case kFirstSparse:
+        return Sparse(kLarge, kLarge);
+      case kFirstSparse + 1:
+        return Sparse(kMany, kMany);
+      case kFirstSparse + 2:
+        return Sparse(1, kMany);
+      case kFirstSparse + 3:
+        return Sparse(kMany, 1);
+      default:
+        return Sparse(1, 1);
     }
   }
 
   std::optional<c10::IValue> Of(const c10::TypePtr& type) {
     switch (type->kind()) {
       case c10::TypeKind::TensorType:
-        if (Below(3) == 0) shape_ = Below(kShapes);
+        if (Below(3) == 0) shape_ = NextShape();
         return OfShape(shape_);
       case c10::TypeKind::IntType:
       case c10::TypeKind::SymIntType: {
-        constexpr int64_t kNumbers[] = {0, 1, 2, kLarge};
+        constexpr int64_t kNumbers[] = {0, 1, 2, kTimes, kLarge};
         return c10::IValue(kNumbers[Below(std::size(kNumbers))]);
       }
       case c10::TypeKind::FloatType:
@@ -373,7 +395,11 @@ TEST(OperatorMemory, TheSearchFindsWhatTakesMemory) {
                                       {"aten::topk", ""},
                                       {"aten::mode", ""},
                                       {"aten::unique_dim", ""},
-                                      {"aten::unique_consecutive", ""}}) {
+                                      {"aten::unique_consecutive", ""},
+                                      {"aten::diff", ""},
+                                      {"aten::mm", ""},
+                                      {"aten::matmul", ""},
+                                      {"aten::to_sparse_bsr", ""}}) {
     const auto handle = c10::Dispatcher::singleton().findSchema(op);
     ASSERT_TRUE(handle.has_value()) << op;
     operators.push_back({NameOf(op), &handle->schema()});
