@@ -5,19 +5,28 @@
 
 #include <exception>
 
+#include "absl/functional/function_ref.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/log.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
+namespace {
 
-OnDevice::OnDevice(c10::Device device) {
+// What CUDA refuses goes to the log.
+void OrLog(c10::Device device, absl::FunctionRef<void()> make_current) {
   try {
-    guard_.emplace(device);
+    make_current();
   } catch (...) {
     DG_LOG(WARNING) << "NCCL of " << device.str() << ": "
                     << StatusFromException(std::current_exception());
   }
+}
+
+}  // namespace
+
+OnDevice::OnDevice(c10::Device device) {
+  OrLog(device, [&] { guard_.emplace(device); });
 }
 
 void MakeCurrentDevice(c10::Device device, Clock* clock) {
@@ -25,12 +34,7 @@ void MakeCurrentDevice(c10::Device device, Clock* clock) {
   clock->At(clock->Now(), [device, &is_current] {
     // Not uncheckedSetDevice(): where the device has no context yet, c10 would only note it, and
     // the next guard, which is that of the abort, would call cudaSetDevice().
-    try {
-      c10::impl::getDeviceGuardImpl(device.type())->setDevice(device);
-    } catch (...) {
-      DG_LOG(WARNING) << "NCCL of " << device.str() << ": "
-                      << StatusFromException(std::current_exception());
-    }
+    OrLog(device, [&] { c10::impl::getDeviceGuardImpl(device.type())->setDevice(device); });
     is_current.Notify();
   });
   is_current.WaitForNotification();
