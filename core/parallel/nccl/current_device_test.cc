@@ -1,13 +1,25 @@
 // That an abort by a deadline calls no cudaSetDevice() before NCCL's, also where the group was made
-// before its GPU had a context; on the stand-in for CUDA.
+// before its GPU had a context; on the stand-ins for CUDA and NCCL. Of groups,
+// nccl_on_stand_ins_test shows it.
 #include "core/parallel/nccl/current_device.h"
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <c10/core/Event.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <gtest/gtest.h>
 
+#include <thread>
+#include <vector>
+
 #include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "core/base/clock.h"
+#include "core/parallel/nccl/nccl_collectives.h"
+#include "core/parallel/nccl/nccl_pool.h"
+#include "core/parallel/nccl/real_nccl_group.h"
 #include "tests/testing/fake_cuda/fake_cuda.h"
+#include "tests/testing/fake_nccl/fake_nccl.h"
 
 namespace distgrad {
 namespace {
@@ -30,6 +42,36 @@ TEST(CurrentDeviceTest, ItIsPresetBeforeTheGpuHasAContext) {
   });
   ended.WaitForNotification();
   EXPECT_EQ(calls, 0u) << "this may stand still behind the kernel that is to be aborted";
+}
+
+// The GPU is not the first one, which is the current one of each new thread.
+TEST(CurrentDeviceTest, ListsPresetTheirThreadForDeadlines) {
+  const c10::Device second(c10::kCUDA, 1);
+  bool begun = false;
+  for (absl::Duration enough = absl::Milliseconds(200); !begun; enough *= 2) {
+    // Who asks whether it has ended stands still with the driver, and cannot be who aborts it.
+    absl::Notification over;
+    NcclPlatform platform = RealNcclPlatform();
+    platform.query = [&over](const c10::Event&) {
+      over.WaitForNotification();
+      return true;
+    };
+    NcclPool pool(platform);
+    const std::vector<TensorVector> lists = {{at::full({1000}, 2.0f).to(second)}};
+    const auto list = pool.Get({second}, absl::Minutes(1));
+    ASSERT_TRUE(list.ok()) << list.status();
+    const size_t before = fake_cuda::SetDevices();
+    {
+      const fake_cuda::Standstill standstill;
+      begun = NcclCollectives(*list, {.timeout = enough}).Reduce(lists, second).ok();
+      while (fake_nccl::Communicators() > 0) std::this_thread::yield();
+    }
+    over.Notify();
+    EXPECT_EQ((*list)->status().code(), absl::StatusCode::kDeadlineExceeded) << (*list)->status();
+    if (!begun) continue;
+    EXPECT_LE(fake_nccl::SetDeviceBeforeTheEnd(), before)
+        << "it may stand still behind the kernel that is to be aborted";
+  }
 }
 
 }  // namespace

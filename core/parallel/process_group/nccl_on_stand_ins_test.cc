@@ -313,6 +313,31 @@ TEST(NcclOnStandInsTest, ASumThatHasNotEndedInTimeIsAbortedASecondLater) {
   EXPECT_THROW(work->wait(), std::exception);
 }
 
+// It might stand still behind the kernel that is to be aborted. The group's thread for deadlines
+// has its GPU as the current one before: not the first one, which is that of each new thread.
+TEST(NcclOnStandInsTest, ADeadlineAbortsWithoutSettingTheDevice) {
+  bool begun = false;
+  for (absl::Duration enough = absl::Milliseconds(500); !begun; enough *= 2) {
+    const c10::DeviceGuard guard(Gpu(1));
+    const auto group = ProcessGroup::Create({.name = "alone",
+                                             .store = NewInProcessStore(),
+                                             .rank = 0,
+                                             .size = 1,
+                                             .backend = "nccl",
+                                             .timeout = enough});
+    ASSERT_TRUE(group.ok()) << group.status();
+    const at::Tensor tensor = On(1, 1);
+    const size_t before = fake_cuda::SetDevices();
+    const fake_cuda::Standstill standstill;
+    const auto running = (*group)->BeginSum(tensor, What());
+    begun = running.ok();
+    while (fake_nccl::Communicators() > 0) std::this_thread::yield();
+    if (begun) {
+      EXPECT_LE(fake_nccl::SetDeviceBeforeTheEnd(), before);
+    }
+  }
+}
+
 // By whatever thread: NCCL would make a context on the device that is current there.
 TEST(NcclOnStandInsTest, CommunicatorsAreEndedOnTheirDevice) {
   const int before = fake_nccl::EndedElsewhere();

@@ -45,6 +45,8 @@ bool HasContext(int device);
 
 // How often threads have called cudaSetDevice(), which may stand still with the driver.
 size_t SetDevices();
+// What SetDevices() said after the last one of this thread; 0 where there was none.
+size_t LastSetDevice();
 
 // Of which threads a capture refuses what is not safe beside it, as cudaStreamCaptureMode says.
 enum class CaptureMode { kGlobal, kThreadLocal, kRelaxed };

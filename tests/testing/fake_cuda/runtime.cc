@@ -16,6 +16,7 @@ using namespace distgrad::fake_cuda;  // NOLINT: what this file is made of
 thread_local int current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+thread_local size_t last_set_device = 0;
 
 std::atomic<bool> contexts[kDevices];
 std::atomic<size_t> set_devices{0};
@@ -75,6 +76,8 @@ bool HasContext(int device) { return contexts[device]; }
 
 size_t SetDevices() { return set_devices; }
 
+size_t LastSetDevice() { return last_set_device; }
+
 }  // namespace distgrad::fake_cuda
 
 extern "C" {
@@ -89,7 +92,7 @@ cudaError_t cudaGetDevice(int* device) {
 }
 cudaError_t cudaSetDevice(int device) {
   if (!IsDevice(device)) return Fail(cudaErrorInvalidDevice);
-  ++set_devices;
+  last_set_device = ++set_devices;
   current_device = device;
   contexts[device] = true;
   return cudaSuccess;

@@ -1,6 +1,7 @@
 // The functions of NCCL that distgrad calls, for communicators of one process that do not block.
 #include "tests/testing/fake_nccl/fake_nccl.h"
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -58,6 +59,7 @@ std::map<std::string, std::shared_ptr<Clique>> cliques;
 int communicators = 0;
 int finalized = 0;
 int elsewhere = 0;
+size_t set_device = 0;
 int begun = 0;
 int silent = 0;
 int failing = 0;
@@ -188,6 +190,7 @@ ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclSuccess;
   const std::lock_guard<std::mutex> lock(mu);
   if (CurrentDevice() != communicator->device) ++elsewhere;
+  set_device = distgrad::fake_cuda::LastSetDevice();
   communicator->clique->ranks.erase(communicator->rank);
   // Its streams go on, whatever they have.
   for (auto& [number, collective] : communicator->clique->collectives) {
@@ -253,6 +256,11 @@ int Finalized() {
 int EndedElsewhere() {
   const std::lock_guard<std::mutex> lock(mu);
   return elsewhere;
+}
+
+size_t SetDeviceBeforeTheEnd() {
+  const std::lock_guard<std::mutex> lock(mu);
+  return set_device;
 }
 
 int Begun() {

@@ -5,6 +5,8 @@
 #ifndef DISTGRAD_TESTS_TESTING_FAKE_NCCL_FAKE_NCCL_H_
 #define DISTGRAD_TESTS_TESTING_FAKE_NCCL_FAKE_NCCL_H_
 
+#include <cstddef>
+
 namespace distgrad::fake_nccl {
 
 // How many communicators were made and have not been ended.
@@ -16,6 +18,10 @@ int Finalized();
 // How often a communicator was ended, or told to, by a thread with another current device than the
 // communicator's: NCCL makes that one current in the end, which makes a context on it.
 int EndedElsewhere();
+
+// Which cudaSetDevice() was the last one, before it, of the thread that ended the communicator that
+// was ended last: as fake_cuda::LastSetDevice() says it.
+size_t SetDeviceBeforeTheEnd();
 
 // How many parts of collectives ranks have begun.
 int Begun();
