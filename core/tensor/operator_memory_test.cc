@@ -66,6 +66,9 @@ constexpr int64_t kMany = 1 << 23;
 // What arguments may show, which is more here than an operator may allocate.
 constexpr uint64_t kArgumentBytes = 64 << 20;
 
+// Of a processor, for that many calls of one operator: few take long.
+rlim_t SecondsFor(int tries) { return 10 + static_cast<rlim_t>(tries) / 40; }
+
 std::string NameOf(const c10::OperatorName& op) {
   return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
 }
@@ -331,7 +334,7 @@ Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool 
         rusage used = {};
         getrusage(RUSAGE_SELF, &used);
         const auto seconds = static_cast<rlim_t>(used.ru_utime.tv_sec + used.ru_stime.tv_sec);
-        const rlimit processor = {seconds + 30, RLIM_INFINITY};
+        const rlimit processor = {seconds + SecondsFor(tries), RLIM_INFINITY};
         setrlimit(RLIMIT_CPU, &processor);
         const Found found = CallWithLarge(operators[i].name, *operators[i].schema, tries, guarded);
         if (write(ends[1], &found, sizeof(found)) != sizeof(found)) _exit(1);
