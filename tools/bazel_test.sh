@@ -61,6 +61,15 @@ if [[ ! -d old/bazel-debian13-gcc13.1.0/cas ]]; then same "one of before" used "
 compiler 12.2.0
 if [[ -d $(disk_cache "$PWD/old" release "$PWD/gcc")/cas ]]; then same "that of another compiler beside it" "of its own" shared; fi
 
+printf '#!/bin/sh\n[ "$1" = -dumpversion ] && echo %s\n' 14.0.6 >clang && chmod +x clang
+same "clang's" "$PWD/cache/bazel-debian13-clang14.0.6" "$(disk_cache "$PWD/cache" release "$PWD/clang")"
+unset CC
+same "the compiler" gcc "$(compiler_of build -c opt //a)"
+same "that of the environment" gcc-11 "$(CC=gcc-11 compiler_of build //a)"
+same "that of an option" /usr/bin/gcc-13 "$(CC=gcc-11 compiler_of build --repo_env=CC=/usr/bin/gcc-13 //a)"
+same "the fuzzers'" clang "$(compiler_of run --config=fuzz //tests/fuzz:frame_fuzzer)"
+same "that of a program's argument" gcc "$(compiler_of run //a -- --config=fuzz)"
+
 # Ten files of 1 MB, used one day after the other, in a cache for 5 MB: four are left.
 mkdir -p disk/ac disk/cas
 for day in 1 2 3 4 5 6 7 8 9; do
@@ -88,6 +97,8 @@ if [[ -d /usr/share/bazel/rules/java && -e /usr/include/openssl/hmac.h ]]; then
   said=$(BAZEL_REAL=$PWD/real DISTGRAD_CACHE=$PWD/cache "$tools/bazel" --max_idle_secs 9 build -k //a 2>&1)
   same "the call" "--max_idle_secs 9 build --disk_cache=CACHE -k //a" \
     "$(sed -E "s|=$PWD/cache/bazel-[^ ]*|=CACHE|" <<<"$said" | paste -sd' ')"
+  said=$(PATH=$PWD:$PATH BAZEL_REAL=$PWD/real DISTGRAD_CACHE=$PWD/cache "$tools/bazel" build --config=fuzz //a 2>&1)
+  has "the fuzzers' cache" "-clang14.0.6" "$said"
   said=$(BAZEL_REAL=$PWD/real DISTGRAD_CACHE=$PWD/cache "$tools/bazel" build --disk_cache=mine //a 2>&1)
   same "a cache of one's own" "build --disk_cache=mine //a" "$(paste -sd' ' <<<"$said")"
   said=$(BAZEL_REAL=$PWD/real DISTGRAD_CACHE=$PWD/cache "$tools/bazel" query //a 2>&1)

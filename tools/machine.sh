@@ -57,11 +57,25 @@ draws() {
   return 1
 }
 
+# compiler_of ARGUMENT...: the name or path of the compiler that a call of Bazel builds with.
+compiler_of() {
+  local argument compiler=${CC:-gcc}
+  for argument in "$@"; do
+    case $argument in
+      --) break ;;
+      --repo_env=CC=*) compiler=${argument#--repo_env=CC=} ;;
+      --config=fuzz) compiler=clang ;; # as .bazelrc has it
+    esac
+  done
+  echo "$compiler"
+}
+
 # disk_cache CACHE OS_RELEASE COMPILER: makes and prints the folder for results of this compiler on
 # this system. Bazel itself tells compilers apart by their path alone.
 disk_cache() {
   local folder version
-  version=$("$3" -dumpfullversion 2>/dev/null) || version=unknown
+  # The second is clang's, whose is the whole version; gcc's is the first number of it.
+  version=$("$3" -dumpfullversion 2>/dev/null) || version=$("$3" -dumpversion 2>/dev/null) || version=unknown
   folder=$1/bazel-$(system_name "$2")-$(basename "$3")$version
   if [[ ! -e $folder ]]; then
     mkdir -p "$1"
