@@ -1,7 +1,7 @@
 #!/usr/bin/python3
 """Makes the files of a release (docs/releasing.md).
 
-tools/bazel run //tools:release -- VERSION [--output DIR] [--allow-dirty]
+tools/bazel run //tools:release -- VERSION [--output DIR] [--maintainer 'NAME <ADDRESS>'] [--allow-dirty]
 
 Into DIR (default: release-VERSION in the current folder): a tarball, a Debian package, the crate, a
 software bill of materials, and SHA256SUMS. Of one commit, the bytes are the same each time: names are
@@ -36,6 +36,8 @@ SYSTEM = {
 DOCUMENTS = ["README.md", "CHANGELOG.md", "capi/CHANGELOG.md", "docs", "bindings/README.md", "bindings/c",
              "bindings/cpp", "bindings/ctypes_test.py", "tests/pages"]
 NO_DOCUMENTS = re.compile(r".*BUILD\.bazel")
+# Who answers for the Debian package, where nobody is named: a name, and no address that would be made up.
+NOBODY = "distgrad"
 # The wheels of @sphinx whose styles and scripts are in the site.
 IN_SITE = ["furo", "snowballstemmer", "sphinx", "sphinx_basic_ng", "sphinx_design"]
 
@@ -89,6 +91,22 @@ def check_changelog(version, text):
     if version not in headings and not ("-" in version and "Unreleased" in headings):
         raise Refusal("CHANGELOG.md has no '## [%s]'; name what is below [Unreleased] so, with the date, and commit"
                       % version)
+
+
+def check_maintainer(maintainer):
+    """That it is as Debian writes somebody who answers for a package."""
+    if maintainer != NOBODY and not re.fullmatch(r"[^\s<>][^<>\n]* <[^\s<>@]+@[^\s<>@]+>", maintainer):
+        raise Refusal("%r is no maintainer such as 'Ada Lovelace <ada@example.org>'" % maintainer)
+
+
+def not_set_yet(maintainer, manifest):
+    """What only who publishes the release knows, and has not said: a sentence for each."""
+    said = []
+    if maintainer == NOBODY:
+        said.append("the Debian package's Maintainer has no address; say --maintainer 'NAME <ADDRESS>'")
+    if "repository" not in tomllib.loads(manifest)["package"]:
+        said.append('the crate names no repository; add repository = "ADDRESS" to [package] in bindings/rust/Cargo.toml')
+    return said
 
 
 def check_clean(root):
@@ -320,8 +338,21 @@ def depends(prefix, scratch):
     return found[1]
 
 
-def release(root, version, output, runfiles, dirty):
+def control_of(version, maintainer, needed):
+    """The fields of the Debian package."""
+    return [
+        ("Package", "distgrad"), ("Version", version.replace("-", "~", 1)), ("Architecture", "amd64"),
+        ("Maintainer", maintainer), ("Section", "libdevel"), ("Priority", "optional"), ("Depends", needed),
+        ("Suggests", "g++, pkg-config"),
+        ("Description", "distributed autograd over RPC, for C, C++ and Rust\n"
+         " Trains one model across threads, processes and machines. Library, headers and samples,\n"
+         " and in /usr/lib/distgrad the libtorch that it was built with."),
+    ]
+
+
+def release(root, version, output, runfiles, maintainer, dirty):
     manifest, lock = (read(os.path.join(root, "bindings/rust", name)) for name in ("Cargo.toml", "Cargo.lock"))
+    check_maintainer(maintainer)
     check_version(version, tree_version(manifest, lock))
     check_changelog(version, read(os.path.join(root, "CHANGELOG.md")))
     if not dirty:
@@ -374,20 +405,17 @@ def release(root, version, output, runfiles, dirty):
         # Where the system looks by itself there is no folder to name.
         text = read(pc).replace("prefix=${pcfiledir}/../..", "prefix=/usr").replace(" -Wl,-rpath,${libdir}", "")
         write(pc, "".join(line for line in text.splitlines(True) if not line.startswith("#")))
-        debian = version.replace("-", "~", 1)
-        write_deb(folder, os.path.join(output, "distgrad_%s_amd64.deb" % debian), seconds, [
-            ("Package", "distgrad"), ("Version", debian), ("Architecture", "amd64"), ("Maintainer", "distgrad"),
-            ("Section", "libdevel"), ("Priority", "optional"), ("Depends", needed), ("Suggests", "g++, pkg-config"),
-            ("Description", "distributed autograd over RPC, for C, C++ and Rust\n"
-             " Trains one model across threads, processes and machines. Library, headers and samples,\n"
-             " and in /usr/lib/distgrad the libtorch that it was built with."),
-        ], "activate-noawait ldconfig\n")
+        fields = control_of(version, maintainer, needed)
+        write_deb(folder, os.path.join(output, "distgrad_%s_amd64.deb" % dict(fields)["Version"]), seconds, fields,
+                  "activate-noawait ldconfig\n")
 
     files = sorted(os.listdir(output))
     write(os.path.join(output, "SHA256SUMS"), run("sha256sum", *files, cwd=output))
     for file in files:
         print("%8.1f MB  %s" % (os.path.getsize(os.path.join(output, file)) / 1e6, file))
     print("needs glibc %s, %s; Debian: %s" % (needs["glibc"], needs["libstdcxx"], needed))
+    for sentence in not_set_yet(maintainer, manifest):
+        print("before it is published: " + sentence)
     print("made in %s; try it: tools/bazel run //tools:release_try -- %s" % (output, output))
 
 
@@ -396,6 +424,8 @@ def main():
     parser.add_argument("version", metavar="VERSION",
                         help="that of bindings/rust/Cargo.toml, or a pre-release of it such as 1.2.3-rc.1")
     parser.add_argument("--output", metavar="DIR", help="default: release-VERSION")
+    parser.add_argument("--maintainer", metavar="'NAME <ADDRESS>'", default=NOBODY,
+                        help="who answers for the Debian package; default: " + NOBODY + ", without an address")
     parser.add_argument("--allow-dirty", action="store_true",
                         help="to try something out: with changes that are not committed")
     arguments = parser.parse_args()
@@ -404,7 +434,8 @@ def main():
         raise Refusal("run it by tools/bazel run //tools:release -- VERSION")
     output = os.path.join(os.environ.get("BUILD_WORKING_DIRECTORY", root),
                           arguments.output or "release-" + arguments.version)
-    release(root, arguments.version, output, os.path.abspath(sys.argv[0]) + ".runfiles", arguments.allow_dirty)
+    release(root, arguments.version, output, os.path.abspath(sys.argv[0]) + ".runfiles", arguments.maintainer,
+            arguments.allow_dirty)
 
 
 if __name__ == "__main__":

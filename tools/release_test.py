@@ -55,6 +55,23 @@ class RefusalTest(unittest.TestCase):
         self.refused("has no", release.check_changelog, "1.2.4-rc.1", "## [1.2.3]\n")
         release.check_changelog("0.0.0-x", text_of("CHANGELOG.md"))
 
+    def test_maintainer(self):
+        for right in (release.NOBODY, "Ada Lovelace <ada@example.org>", "distgrad <packages@lists.example.org>"):
+            release.check_maintainer(right)
+        for wrong in ("", "Ada", "ada@example.org", "<ada@example.org>", " <ada@example.org>", "Ada <ada>",
+                      "Ada <a@b> <c@d>", "Ada\nX: y <ada@example.org>", "Ada <ada@example.org>\n"):
+            self.refused("is no maintainer such as", release.check_maintainer, wrong)
+
+    def test_what_who_publishes_has_to_say(self):
+        somebody, of_nowhere = "Ada Lovelace <ada@example.org>", '[package]\nname = "distgrad"\n'
+        placed = of_nowhere + 'repository = "https://example.org/distgrad"\n'
+        self.assertEqual(release.not_set_yet(somebody, placed), [])
+        (said,) = release.not_set_yet(release.NOBODY, placed)
+        self.assertIn("say --maintainer", said)
+        (said,) = release.not_set_yet(somebody, of_nowhere)
+        self.assertIn("repository = ", said)
+        self.assertEqual(len(release.not_set_yet(release.NOBODY, of_nowhere)), 2)
+
     def test_changes_that_are_not_committed(self):
         with tempfile.TemporaryDirectory() as folder:
             git = ["git", "-C", folder, "-c", "user.name=x", "-c", "user.email=x"]
@@ -119,12 +136,12 @@ class ArchiveTest(unittest.TestCase):
         made = []
         for number, tree in enumerate(self.trees):
             made.append(os.path.join(self.folder, "%d.deb" % number))
-            release.write_deb(tree, made[-1], self.SECONDS, [
-                ("Package", "x"), ("Version", "1~rc.1"), ("Architecture", "amd64"), ("Maintainer", "x"),
-                ("Depends", "libc6"), ("Description", "x\n y")], "activate-noawait ldconfig\n")
+            fields = release.control_of("1.0.0-rc.1", "Ada Lovelace <ada@example.org>", "libc6")
+            release.write_deb(tree, made[-1], self.SECONDS, fields, "activate-noawait ldconfig\n")
         self.assertEqual(digest_of(made[0]), digest_of(made[1]))
         said = release.run("dpkg-deb", "--info", made[0])
-        for field in ("Version: 1~rc.1", "Depends: libc6", "Installed-Size: "):
+        for field in ("Version: 1.0.0~rc.1", "Maintainer: Ada Lovelace <ada@example.org>", "Depends: libc6",
+                      "Installed-Size: "):
             self.assertIn(field, said)
         self.assertIn("root/root", release.run("dpkg-deb", "--contents", made[0]))
 
