@@ -250,6 +250,9 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
       DG_RETURN_IF_ERROR(calls.Wait());
     }
     DG_ASSIGN_OR_RETURN(const Shared shared, SharedOf(schedule, begun));
+    for (int rank = 0; rank < schedule.ranks(); ++rank) {
+      DG_RETURN_IF_ERROR(CheckAverager(rank, shared.averagers[rank], deadline));
+    }
     const auto averages = std::find_if(shared.averagers.begin(), shared.averagers.end(),
                                        [](uint64_t averager) { return averager != 0; });
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -450,17 +453,34 @@ absl::Status Pipeline::TellAgain(Deadline deadline) {
     const auto& [rank, end_of_step] = *untold_.begin();
     const Future<Message> end = Ask(kEndStep, rank, end_of_step, deadline, /*waits=*/true);
     const absl::Status& told = end.Wait().status();
-    // A worker that has come back has no such step, nor the group of then. One that has had many
-    // steps of others since does not know it any more, and has failed its averages.
-    if (!told.ok() && !absl::IsNotFound(told) && !absl::IsFailedPrecondition(told)) {
+    // A worker that has come back has no such step, nor the averager of then. One that has had many
+    // steps of others since does not know it any more, and has failed its averages. And one without
+    // stages may get others with the same averager.
+    const bool is_unknown = absl::IsNotFound(told) || absl::IsFailedPrecondition(told);
+    if (!told.ok() && !is_unknown) {
       return Annotate(
           told, absl::StrCat("worker '", options_.workers[rank], "' of pipeline '", options_.name,
                              "' may not have failed its average over the replicas, "
                              "and has not answered that a step has failed"));
     }
+    if (is_unknown) {
+      DG_ASSIGN_OR_RETURN(const StepEnd decoded, DecodeEnd(end_of_step));
+      forgotten_.emplace(decoded.averager, end_of_step);
+    }
     untold_.erase(untold_.begin());
   }
   return absl::OkStatus();
+}
+
+absl::Status Pipeline::CheckAverager(int rank, uint64_t averager, Deadline deadline) const {
+  const auto forgotten = forgotten_.find(averager);
+  if (forgotten == forgotten_.end()) return absl::OkStatus();
+  // The other replicas hear by it that its averages have failed.
+  Ask(kEndStep, rank, forgotten->second, deadline, /*waits=*/true).Wait().status().IgnoreError();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "worker '", options_.workers[rank], "' of pipeline '", options_.name,
+      "' may not have failed its average over the replicas, and has the averager yet that it had "
+      "in a step which has failed"));
 }
 
 void Pipeline::GiveBack(const Schedule& schedule, uint64_t step,

@@ -109,6 +109,8 @@ class Pipeline {
                        Deadline deadline);
   // Tells those in untold_ once more.
   absl::Status TellAgain(Deadline deadline);
+  // An error where a rank that begins a step has an averager of forgotten_, which is told first.
+  absl::Status CheckAverager(int rank, uint64_t averager, Deadline deadline) const;
   // Lets others have the stages of a step that will not be started.
   void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
   // Calls a function on a rank's worker. `waits`: also for credit, here.
@@ -124,6 +126,10 @@ class Pipeline {
   // those that may not have heard of that, and would average the next one with another step of the
   // other replicas. With what they are to be told.
   std::map<int, std::string> untold_;
+  // By the number of its averager, what a rank was told that knew no such step. Its worker is a new
+  // one, or its stages were closed: made anew with that averager, which may have averaged, they
+  // must not take a step.
+  std::map<uint64_t, std::string> forgotten_;
 };
 
 }  // namespace distgrad

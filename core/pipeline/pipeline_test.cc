@@ -1691,12 +1691,17 @@ class DriverOfOneStage {
   mutable std::atomic<uint64_t> averager_{0};  // that of the last step which averages
 };
 
-// The number of calls of that function of pipeline 'model' that a worker has got and not answered.
-uint64_t CallsBeingServed(Worker& worker, absl::string_view function) {
-  uint64_t calls = 0;
+// Of a function of pipeline 'model', the calls that have come to a worker, and those that it has
+// not answered yet.
+struct Served {
+  uint64_t begun = 0, in_flight = 0;
+};
+Served CallsServed(Worker& worker, absl::string_view function) {
+  Served calls;
   for (const CallStats& stats : worker.Metrics().calls) {
-    const bool is_it = stats.served && stats.function == absl::StrCat(function, "model");
-    if (is_it) calls += stats.in_flight;
+    if (!stats.served || stats.function != absl::StrCat(function, "model")) continue;
+    calls.begun += stats.calls;
+    calls.in_flight += stats.in_flight;
   }
   return calls;
 }
@@ -1846,6 +1851,60 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
       EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
     }
   }
+}
+
+// Gradient accumulation: several batches of one context, each averaged over the replicas.
+TEST_P(PipelineReplicasTest, BatchesOfOneContextAddUpOverTheReplicas) {
+  constexpr int kRanks = 2, kBatches = 2, kMicroBatches = 3;
+  const Schedule schedule = *ZeroBubbleH1(kRanks, kMicroBatches);
+  Cluster cluster(Workers(kReplicas * kRanks));
+  const Layers alone(kRanks);
+  const std::vector<Layers> of_replica = {alone.Copy(), Layers(kRanks)};
+  const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    const Layers& layers = of_replica[i / kRanks];
+    const int s = i % kRanks;
+    auto own = PipelineStages::Create(
+        &cluster[i], "model",
+        {{s,
+          {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); }, .loss = Loss}}},
+        {.averager = averagers[i]});
+    ASSERT_TRUE(own.ok()) << own.status();
+    made.push_back(*std::move(own));
+  }
+  std::array<Tensors, kReplicas> xs, ys;
+  for (int r = 0; r < kReplicas; ++r) {
+    for (int batch = 0; batch < kBatches; ++batch) {
+      xs[r].push_back(at::randn({2 * kMicroBatches, 16}));
+      ys[r].push_back(at::randn({2 * kMicroBatches, 16}));
+      StepAlone(alone, kRanks, kMicroBatches, true, xs[r][batch], ys[r][batch]);
+    }
+  }
+  Tensors gradients(kReplicas);  // of the first stage's weights
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kReplicas; ++r) {
+    threads.emplace_back([&, r] {
+      Worker* const worker = &cluster[r * kRanks];
+      const auto pipeline =
+          Pipeline::Create(worker, {.name = "model",
+                                    .workers = {WorkerName(r * kRanks), WorkerName(r * kRanks + 1)},
+                                    .schedule = schedule});
+      ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+      const Context context = worker->NewContext();
+      for (int batch = 0; batch < kBatches; ++batch) {
+        EXPECT_EQ((*pipeline)->Train(context, {xs[r][batch]}, {ys[r][batch]}).status(),
+                  absl::OkStatus());
+      }
+      const auto gradient = context.Gradient(of_replica[r].weights[0]);
+      EXPECT_TRUE(gradient.ok()) << gradient.status();
+      if (gradient.ok()) gradients[r] = *gradient;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const at::Tensor& gradient : gradients) ASSERT_TRUE(gradient.defined());
+  EXPECT_TRUE(at::equal(gradients[0], gradients[1]));
+  EXPECT_TRUE(gradients[0].allclose(alone.weights[0].grad() / kReplicas, 1e-4, 1e-5));
 }
 
 TEST_P(PipelineReplicasTest, CopiesOfATiedParameterHaveTheAverageOfTheSumsOfEachReplica) {
@@ -2042,8 +2101,8 @@ TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
 }
 
 // Drivers that are refused on another worker have begun so many steps here that the one that has
-// averaged is forgotten, when its driver says that it has failed. Stages that were made anew since
-// have not averaged in it.
+// averaged is forgotten, when its driver says that it has failed. So has the averager of stages
+// that were made anew since.
 TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep) {
   const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
   const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
@@ -2076,14 +2135,59 @@ TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep)
     EXPECT_EQ(driver.End(1).status().code(), absl::StatusCode::kFailedPrecondition);
     ASSERT_EQ(driver.Begin(14, /*backward=*/true, both), absl::OkStatus());
     const absl::Status status = driver.Run(14);
-    if (is_new) {
-      EXPECT_EQ(status, absl::OkStatus());
-    } else {
-      EXPECT_THAT(std::string(status.message()),
-                  HasSubstr("a step of pipeline 'model' with worker 'worker0' failed"))
-          << status;
-    }
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr("a step of pipeline 'model' with worker 'worker0' failed"))
+        << status;
   }
+}
+
+// The stages have been taken off when their worker is asked, and are made anew with the averager
+// that has averaged the step which failed.
+TEST_P(PipelineReplicasTest, StagesThatAreMadeAnewDoNotAverageOnWithTheirAverager) {
+  const Schedule schedule = *OneForwardOneBackward(2, 1);
+  Cluster cluster(Workers(2));
+  const std::vector<Layers> of_replica = {Layers(2)};
+  for (at::Tensor parameter : of_replica[0].Of(0)) parameter.requires_grad_(false);
+  const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+  const auto make = [&](int s, PipelineStagesOptions options) {
+    return *PipelineStages::Create(
+        &cluster[s], "model",
+        {{s,
+          {.forward = [&, s](Tensors in) { return of_replica[0].Forward(s, std::move(in)); },
+           .loss = Loss}}},
+        std::move(options));
+  };
+  auto back = make(1, {.averager = averagers[1]});
+  std::atomic<bool> throws{true};
+  const Action last = schedule.lists[0].back();
+  const auto end_back = [&](const StageSpan& span) {
+    if (span.action.kind != last.kind || !throws.exchange(false)) return;
+    absl::StatusOr<Message> state;
+    do {
+      state = cluster[0].Call(WorkerName(1), absl::StrCat(kDescribe, "model"),
+                              {EncodeStepRef({.step = span.step, .first_stage = 1}), {}});
+    } while (state.ok() && state->payload != "is at the end of its list");
+    EXPECT_TRUE(state.ok()) << state.status();
+    back = nullptr;
+    throw std::runtime_error("no end today");
+  };
+  const auto front = make(0, {.on_action = end_back});
+  const auto pipeline = MakePipeline(cluster, schedule);
+  const auto train = [&](Pipeline& of) {
+    const Context context = cluster[0].NewContext();
+    return of.Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  };
+  EXPECT_THAT(std::string(train(*pipeline).message()), HasSubstr("no end today"));
+  EXPECT_EQ(train(*pipeline).code(), absl::StatusCode::kNotFound);
+  back = make(1, {.averager = averagers[1]});
+  const absl::Status refused = train(*pipeline);
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("worker 'worker1' of pipeline 'model' may not have failed its average over "
+                        "the replicas"));
+  // The other replicas have heard of it, and so does any other Pipeline.
+  EXPECT_THAT(std::string(train(*MakePipeline(cluster, schedule)).message()),
+              HasSubstr("a step of pipeline 'model' with worker 'worker1' failed"));
 }
 
 // The last rank of the replica that fails has averaged, and is done, when the first one fails,
@@ -2138,6 +2242,7 @@ TEST_P(PipelineReplicasTest, AStepThatFailsWhenAllAveragesAreDoneEndsThem) {
 // not hear of that would go on with a good group.
 TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
   std::atomic<int> begins{0}, ends{0};
+  std::atomic<uint64_t> averager{1};
   Cluster cluster(Workers(1));
   const auto answer = [&](absl::string_view function, const RequestHandler& handler) {
     EXPECT_EQ(cluster[0].RegisterOwn(absl::StrCat(function, "model"), handler), absl::OkStatus());
@@ -2145,14 +2250,17 @@ TEST_P(PipelineReplicasTest, AResultThatCannotBeReadEndsTheStep) {
   const auto nothing = [](Request&) -> absl::StatusOr<Message> { return Message{}; };
   answer(kBeginStep, [&](Request&) -> absl::StatusOr<Message> {
     ++begins;
-    return Message{EncodeBegun({.averager = 1}), {}};
+    return Message{EncodeBegun({.averager = averager}), {}};
   });
   answer(kDeliver, nothing);
   answer(kRunStep, nothing);
   answer(kEndStep, [&](Request&) -> absl::StatusOr<Message> {
     const int end = ++ends;
     if (end == 2 || end == 3) return absl::UnavailableError("no answer today");
-    if (end == 4) return absl::NotFoundError("the worker is a new one");
+    if (end == 4) {
+      averager = 2;
+      return absl::NotFoundError("the worker is a new one");
+    }
     return Message{EncodeStepped({}), {}};
   });
   const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
@@ -2319,8 +2427,10 @@ TEST_P(PipelineReplicasTest, AnEndThatIsServedLateEndsTheAveragesYet) {
       return pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}, until).status();
     };
     const absl::Status late = train(deadline);
+    // On a busy machine what was sent may not have come yet.
+    while (is_late && CallsServed(cluster[1], kEndStep).begun == 0) std::this_thread::yield();
     returned.Notify();
-    while (CallsBeingServed(cluster[1], kEndStep) > 0) std::this_thread::yield();
+    while (CallsServed(cluster[1], kEndStep).in_flight > 0) std::this_thread::yield();
     const absl::Status again = train(absl::InfinitePast());
     made.clear();  // the function has ended
     for (const Future<Message>& call : taking) EXPECT_EQ(call.Wait().status(), absl::OkStatus());
@@ -3185,6 +3295,33 @@ TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
   const int each = std::max(1, std::min(at::get_num_threads(), UsableProcessors() / 2));
   EXPECT_EQ(threads[0], each);
   EXPECT_EQ(threads[1], each);
+}
+
+// The thread of a rank forgets what it had when another rank shared the worker.
+TEST_P(PipelineTest, ARankThatIsAloneUsesAllProcessorsAgain) {
+  Cluster cluster(Workers(1));
+  const Layers layers(2);
+  std::array<std::atomic<int>, 2> threads{};
+  const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
+    threads[stage] = at::get_num_threads();
+    return layers.Forward(stage, in);
+  });
+  const auto two = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker0", "worker0"}, .schedule = *GPipe(2, 1)});
+  ASSERT_TRUE(two.ok()) << two.status();
+  const Schedule together{.micro_batches = 1,
+                          .rank_of_stage = {0, 0},
+                          .lists = {{{Action::Kind::kForward, 0, 0},
+                                     {Action::Kind::kForward, 1, 0},
+                                     {Action::Kind::kBackward, 1, 0},
+                                     {Action::Kind::kBackward, 0, 0}}}};
+  const auto one = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker0"}, .schedule = together});
+  ASSERT_TRUE(one.ok()) << one.status();
+  ASSERT_EQ((*two)->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  ASSERT_EQ((*one)->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  EXPECT_EQ(threads[0], at::get_num_threads());
+  EXPECT_EQ(threads[1], at::get_num_threads());
 }
 
 // Each rank has a thread of its own; so a stage that two pipelines have in different ranks would

@@ -16,10 +16,10 @@
 #include "absl/synchronization/mutex.h"
 #include "core/base/cancellation.h"
 #include "core/base/processors.h"
-#include "core/base/random.h"
 #include "core/base/sleepers.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
+#include "core/parallel/process_group/gradient_averager.h"
 #include "core/pipeline/rank_step.h"
 #include "core/pipeline/step_plan.h"
 #include "core/tensor/intra_op_threads.h"
@@ -159,8 +159,9 @@ class PipelineStages::Impl {
     }
     // The one of the same Pipeline ends here; all others have ended, or will not be started.
     for (const std::shared_ptr<RankStep>& each : before) each->Stop(Replaced(*step));
-    return Message{
-        EncodeBegun({.names = step->tie_names(), .averager = step->averages() ? number_ : 0}), {}};
+    return Message{EncodeBegun({.names = step->tie_names(),
+                                .averager = step->averages() ? options_.averager->number() : 0}),
+                   {}};
   }
 
   absl::StatusOr<Message> Tie(Request& request) {
@@ -239,8 +240,9 @@ class PipelineStages::Impl {
       if (step == nullptr) unknown = Find(ref).status();
     }
     if (step != nullptr) return step->End(why);
-    // One that was begun here, and forgotten (kMostStepsKept), may have averaged.
-    if (end->averager == number_ && options_.averager != nullptr) {
+    // One that was begun here, and forgotten (kMostStepsKept), may have averaged; so may one of
+    // stages that were here before, with the same averager.
+    if (options_.averager != nullptr && end->averager == options_.averager->number()) {
       FailAverages(*options_.averager, name_, *worker_, why);
     }
     return Future<Message>::Of(unknown);
@@ -365,7 +367,6 @@ class PipelineStages::Impl {
   }
 
   Worker* const worker_;
-  const uint64_t number_ = RandomNumber();  // of these stages alone
   const std::string name_;
   const std::map<int, PipelineStage> stages_;
   const PipelineStagesOptions options_;

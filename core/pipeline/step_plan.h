@@ -62,8 +62,8 @@ using TieNames = std::vector<std::string>;
 // What a rank answers to a plan.
 struct Begun {
   TieNames names = {};
-  // A random number, of the stages whose gradients are averaged over replicas of the pipeline. 0:
-  // those of the rank are not.
+  // Which averager (GradientAverager::number()) averages the rank's gradients over replicas of the
+  // pipeline. 0: none does.
   uint64_t averager = 0;
 };
 std::string EncodeBegun(const Begun& begun);
@@ -72,8 +72,9 @@ absl::StatusOr<Begun> DecodeBegun(absl::string_view bytes);
 // That a step has failed.
 struct StepEnd {
   StepRef of = {};
-  // What the rank has said that averages (Begun), if the step may have run there: if the stages are
-  // those yet, and know the step no more, it may have averaged all the same. 0: it has not run.
+  // What the rank has said that averages (Begun), if the step may have run there: it may have
+  // averaged all the same where the averager is that one yet, and the stages do not know the step,
+  // which they have forgotten, or are new ones. 0: it has not run.
   uint64_t averager = 0;
 };
 std::string EncodeEnd(const StepEnd& end);

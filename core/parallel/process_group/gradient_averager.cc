@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/parallel/process_group/averaging_plan.h"
 #include "core/parallel/process_group/averaging_sequence.h"
@@ -25,6 +26,7 @@ struct GradientAverager::Parts {
         contexts(plan, sequence),
         hooks(plan, sequence, options.in_backward) {}
 
+  const uint64_t number = RandomNumber();
   const ReplicatedTensors tensors;
   const AveragingPlan plan;
   AveragingSequence sequence;
@@ -90,5 +92,6 @@ absl::StatusOr<bool> GradientAverager::Join(ContextRecord& context, JoinOptions 
   return parts_->contexts.Join(context, options.keep_gradients);
 }
 void GradientAverager::Fail(const absl::Status& why) { parts_->plan.group().Fail(why); }
+uint64_t GradientAverager::number() const { return parts_->number; }
 
 }  // namespace distgrad

@@ -27,6 +27,7 @@
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GRADIENT_AVERAGER_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -131,6 +132,9 @@ class GradientAverager {
 
   // Fails the group (ProcessGroup::Fail()), as this rank cannot take the step that the others take.
   void Fail(const absl::Status& why);
+
+  // A random number that no other averager has, of this process or of another one.
+  uint64_t number() const;
 
  private:
   struct Parts;
