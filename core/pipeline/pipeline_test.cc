@@ -1636,6 +1636,12 @@ class DriverOfOneStage {
  public:
   explicit DriverOfOneStage(Worker& worker) : worker_(worker), context_(worker.NewContext()) {}
 
+  // Lists of actions.
+  static std::vector<Action> Forward() { return {{Action::Kind::kForward, 0, 0}}; }
+  static std::vector<Action> Both() {
+    return {{Action::Kind::kForward, 0, 0}, {Action::Kind::kBackward, 0, 0}};
+  }
+
   absl::Status Begin(uint64_t step, bool backward, std::vector<Action> list) const {
     const StepPlan plan{.step = step,
                         .pipeline = 1,
@@ -1757,6 +1763,17 @@ class PipelineReplicasTest : public PipelineTest {
     }
     for (std::thread& thread : threads) thread.join();
     return made;
+  }
+
+  // The one stage of a pipeline, on the first worker.
+  static std::unique_ptr<PipelineStages> MakeOneStage(Cluster& cluster, const Layers& layers,
+                                                      std::shared_ptr<GradientAverager> averager) {
+    auto made = PipelineStages::Create(
+        &cluster[0], "model",
+        {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }, .loss = Loss}}},
+        {.averager = std::move(averager)});
+    EXPECT_TRUE(made.ok()) << made.status();
+    return *std::move(made);
   }
 
   // Takes a step of each replica, of their own batches, at the same time.
@@ -2063,19 +2080,13 @@ TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
 // A rank that was done with its part has averaged, and steps of the other replicas go on from that:
 // whether its driver says that the step has failed at once, or when another one has begun.
 TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
-  const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
-  const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
-                                    {Action::Kind::kBackward, 0, 0}};
+  const std::vector<Action> forward = DriverOfOneStage::Forward(), both = DriverOfOneStage::Both();
   for (const bool is_late : {false, true}) {
     SCOPED_TRACE(is_late);
     Cluster cluster(Workers(1));
     const std::vector<Layers> layers = {Layers(1)};
     const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
-    const auto stages = PipelineStages::Create(
-        &cluster[0], "model",
-        {{0, {.forward = [&](Tensors in) { return layers[0].Forward(0, in); }, .loss = Loss}}},
-        {.averager = averagers[0]});
-    ASSERT_TRUE(stages.ok()) << stages.status();
+    const auto stages = MakeOneStage(cluster, layers[0], averagers[0]);
     const DriverOfOneStage driver(cluster[0]);
     ASSERT_EQ(driver.Begin(1, /*backward=*/true, both), absl::OkStatus());
     ASSERT_EQ(driver.Run(1), absl::OkStatus());
@@ -2104,27 +2115,19 @@ TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
 // averaged is forgotten, when its driver says that it has failed. So has the averager of stages
 // that were made anew since.
 TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep) {
-  const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
-  const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
-                                    {Action::Kind::kBackward, 0, 0}};
+  const std::vector<Action> forward = DriverOfOneStage::Forward(), both = DriverOfOneStage::Both();
   for (const bool is_new : {false, true}) {
     SCOPED_TRACE(is_new);
     Cluster cluster(Workers(1));
     const std::vector<Layers> layers = {Layers(1)};
     const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
-    const auto make = [&] {
-      return *PipelineStages::Create(
-          &cluster[0], "model",
-          {{0, {.forward = [&](Tensors in) { return layers[0].Forward(0, in); }, .loss = Loss}}},
-          {.averager = averagers[0]});
-    };
-    auto stages = make();
+    auto stages = MakeOneStage(cluster, layers[0], averagers[0]);
     const DriverOfOneStage driver(cluster[0]), other(cluster[0]);
     ASSERT_EQ(driver.Begin(1, /*backward=*/true, both), absl::OkStatus());
     ASSERT_EQ(driver.Run(1), absl::OkStatus());
     if (is_new) {
       stages = nullptr;
-      stages = make();
+      stages = MakeOneStage(cluster, layers[0], averagers[0]);
     }
     for (uint64_t step = 2; step < 14; ++step) {
       // Steps of either kind, which are given back.
@@ -2168,6 +2171,8 @@ TEST_P(PipelineReplicasTest, StagesThatAreMadeAnewDoNotAverageOnWithTheirAverage
                               {EncodeStepRef({.step = span.step, .first_stage = 1}), {}});
     } while (state.ok() && state->payload != "is at the end of its list");
     EXPECT_TRUE(state.ok()) << state.status();
+    // Its answer has gone out, too: closed before that it would fail its averages itself.
+    while (CallsServed(cluster[1], kRunStep).in_flight > 0) std::this_thread::yield();
     back = nullptr;
     throw std::runtime_error("no end today");
   };
@@ -2451,9 +2456,7 @@ TEST_P(PipelineReplicasTest, AStepThatIsStoppedBehindItsListEndsTheAverages) {
   const std::vector<Layers> layers = {Layers(1)};
   const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
   const DriverOfOneStage driver(cluster[0]);
-  const std::vector<Action> forward = {{Action::Kind::kForward, 0, 0}};
-  const std::vector<Action> both = {{Action::Kind::kForward, 0, 0},
-                                    {Action::Kind::kBackward, 0, 0}};
+  const std::vector<Action> forward = DriverOfOneStage::Forward(), both = DriverOfOneStage::Both();
   // What the forward has made ends behind the list, as that has no backward. Then the driver begins
   // another step, which stops this one.
   std::vector<float> ones(16, 1);
@@ -3298,14 +3301,17 @@ TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
 }
 
 // The thread of a rank forgets what it had when another rank shared the worker.
-TEST_P(PipelineTest, ARankThatIsAloneUsesAllProcessorsAgain) {
+TEST_P(PipelineTest, ARankThatIsAloneUsesAllThreadsAgain) {
+  const int before = at::get_num_threads(), all = UsableProcessors() + 1;
   Cluster cluster(Workers(1));
   const Layers layers(2);
   std::array<std::atomic<int>, 2> threads{};
+  at::set_num_threads(all);
   const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
     threads[stage] = at::get_num_threads();
     return layers.Forward(stage, in);
   });
+  at::set_num_threads(before);
   const auto two = Pipeline::Create(
       &cluster[0], {.name = "model", .workers = {"worker0", "worker0"}, .schedule = *GPipe(2, 1)});
   ASSERT_TRUE(two.ok()) << two.status();
@@ -3320,8 +3326,8 @@ TEST_P(PipelineTest, ARankThatIsAloneUsesAllProcessorsAgain) {
   ASSERT_TRUE(one.ok()) << one.status();
   ASSERT_EQ((*two)->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
   ASSERT_EQ((*one)->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
-  EXPECT_EQ(threads[0], at::get_num_threads());
-  EXPECT_EQ(threads[1], at::get_num_threads());
+  EXPECT_EQ(threads[0], all);
+  EXPECT_EQ(threads[1], all);
 }
 
 // Each rank has a thread of its own; so a stage that two pipelines have in different ranks would

@@ -42,7 +42,7 @@ class RankThread {
     thread_ = *std::move(thread);
     return absl::OkStatus();
   }
-  // `threads`: 0 for as many as are set.
+  // `threads`: of its operators.
   void Run(std::shared_ptr<RankStep> step, int threads) {
     absl::MutexLock lock(&mu_);
     steps_.emplace_back(std::move(step), threads);
@@ -71,7 +71,7 @@ class RankThread {
         steps_.pop_front();
         runs_ = true;
       }
-      if (threads > 0) SetIntraOpThreadsHere(threads);
+      SetIntraOpThreadsHere(threads);  // also where the step before had others
       step->Run();
       step = nullptr;
       absl::MutexLock lock(&mu_);
@@ -338,14 +338,13 @@ class PipelineStages::Impl {
                      "' on worker '", worker_->name(), "' since: a stage runs one step at a time"));
   }
 
-  // 0: as many as are set.
   int ThreadsOf(const StepPlan& plan) const {
     const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
     // Without a launcher nobody knows of other workers on the machine.
     const int ranks = std::max(worker_->local_world_size(), 1) * std::max(static_cast<int>(own), 1);
     const bool shares = worker_->local_world_size() > 0 || ranks > 1;
-    if (options_.num_threads > 0 || !shares) return options_.num_threads;
-    return std::max(1, std::min(at::get_num_threads(), UsableProcessors() / ranks));
+    if (options_.num_threads > 0) return options_.num_threads;
+    return shares ? std::max(1, std::min(threads_, UsableProcessors() / ranks)) : threads_;
   }
 
   absl::Status Closed() const {
@@ -370,6 +369,7 @@ class PipelineStages::Impl {
   const std::string name_;
   const std::map<int, PipelineStage> stages_;
   const PipelineStagesOptions options_;
+  const int threads_ = at::get_num_threads();  // of whoever makes it
 
   absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
