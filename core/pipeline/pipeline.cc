@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
@@ -152,6 +153,37 @@ std::string DescribeStepped(const absl::StatusOr<Stepped>& stepped, int stage) {
   const auto found = stepped->find(stage);
   if (found == stepped->end()) return "has not stepped";
   return found->second ? "has stepped" : "has failed in its step";
+}
+
+// Waits for the answers of ranks, by rank, and asks those again on whose way there was no room:
+// side by side, for each may wait long. False if there was no memory for some of that.
+bool AskAgainWhereFull(std::map<int, Future<Message>>& answers,
+                       absl::FunctionRef<absl::StatusOr<Message>(const Future<Message>&)> answer_of,
+                       absl::FunctionRef<Future<Message>(int rank)> ask) {
+  std::atomic<bool> has_memory{true};
+  std::vector<std::thread> threads;
+  threads.reserve(answers.size());
+  absl::Cleanup join = [&threads] {
+    for (std::thread& thread : threads) thread.join();
+  };
+  for (auto& [rank, answer] : answers) {
+    if (answer.Done() && !absl::IsResourceExhausted(answer.Wait().status())) continue;
+    const auto ask_again = [&, rank = rank, &answer = answer] {
+      try {
+        if (absl::IsResourceExhausted(answer_of(answer).status())) answer = ask(rank);
+      } catch (...) {
+        has_memory = false;
+      }
+    };
+    absl::StatusOr<std::thread> thread = StartThread(absl::StrCat("dg-step-end-", rank), ask_again);
+    if (thread.ok()) {
+      threads.push_back(*std::move(thread));
+    } else {
+      ask_again();
+    }
+  }
+  std::move(join).Invoke();
+  return has_memory;
 }
 
 }  // namespace
@@ -373,7 +405,10 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   // that averages fails its averages, before this step can be taken again.
   // Where a rank averages the call goes on when nobody waits any more: a worker does not serve one
   // that was given up, and a rank that has not heard would average the next step with the other
-  // replicas' one after it. Else nobody needs it, and a worker that leaves waits for its calls.
+  // replicas' one after it. Else nobody needs it, and a worker that leaves waits for its calls. A
+  // rank on whose way there was no room is asked again, and that call ends with this function. One
+  // that neither averages nor steps is not asked again: without an answer it keeps its stages until
+  // the context is released, or the next step of this Pipeline begins.
   std::map<int, Future<Message>> ends;
   const std::vector<std::set<int>> stages = StagesThatStep(schedule);
   const bool by_default = until == absl::InfinitePast();
@@ -391,33 +426,10 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     Future<Message> end = Ask(kEndStep, rank, end_of(rank), averages ? served : until);
     if (!stages[rank].empty() || averages) ends.emplace(rank, std::move(end));
   }
-  std::atomic<bool> has_memory{true};
-  {
-    std::vector<std::thread> threads;
-    threads.reserve(ends.size());
-    const absl::Cleanup join = [&threads] {
-      for (std::thread& thread : threads) thread.join();
-    };
-    for (auto& [rank, end] : ends) {
-      if (end.Done() && !absl::IsResourceExhausted(end.Wait().status())) continue;
-      // A call that waits for its answer waits for credit, too.
-      const auto ask_again = [&, rank = rank, &end = end] {
-        try {
-          if (!absl::IsResourceExhausted(answer_of(end).status())) return;
-          end = Ask(kEndStep, rank, end_of(rank), until, /*waits=*/true);
-        } catch (...) {
-          has_memory = false;
-        }
-      };
-      absl::StatusOr<std::thread> thread =
-          StartThread(absl::StrCat("dg-step-end-", rank), ask_again);
-      if (thread.ok()) {
-        threads.push_back(*std::move(thread));
-      } else {
-        ask_again();
-      }
-    }
-  }
+  const bool has_memory = AskAgainWhereFull(ends, answer_of, [&](int rank) {
+    // A call that waits for its answer waits for credit, too.
+    return Ask(kEndStep, rank, end_of(rank), until, /*waits=*/true);
+  });
   std::vector<std::string> notes;
   if (!has_memory) notes.push_back("no memory to ask a worker again");
   for (size_t rank = 0; rank < states.size(); ++rank) {

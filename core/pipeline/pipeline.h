@@ -111,7 +111,8 @@ class Pipeline {
   absl::Status TellAgain(Deadline deadline);
   // An error where a rank that begins a step has an averager of forgotten_, which is told first.
   absl::Status CheckAverager(int rank, uint64_t averager, Deadline deadline) const;
-  // Lets others have the stages of a step that will not be started.
+  // Lets others have the stages of a step that will not be started. A rank on whose way there is no
+  // room is not asked again: it keeps them until the context is released, or the next step begins.
   void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
   // Calls a function on a rank's worker. `waits`: also for credit, here.
   Future<Message> Ask(absl::string_view function, int rank, std::string payload, Deadline deadline,
