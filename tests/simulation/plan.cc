@@ -187,18 +187,19 @@ class Generator {
   }
 
   // Callbacks for members. Where one dies soon after it has begun to watch the next one, that one
-  // may hear by way of the store that it is lost, and only then what it has sent before that.
+  // may read in the store, once a second, that it is lost, and only then what it has sent before
+  // that: the network holds it up for longer.
   void Watch(bool dies) {
     std::vector<Action> actions;
     for (int i = 0; i < std::min(plan_.workers, 5); ++i) actions.push_back({Action::kWatch, i});
     if (dies) {
       plan_.faults |= kHolds | kKills;
       const int dying = AnyWorker(), next = (dying + 1) % plan_.workers;
-      // Watching begins after a second.
-      const int pause = 900 + Below(90), hold = 2000 + Below(1500), back = Below(10000);
+      // Watching begins a fifth of the heartbeat limit after the start.
+      const int pause = 700 + Below(80), hold = 2000 + Below(1500), back = Below(10000);
       actions.push_back({Action::kPause, Action::kFate, pause});
       actions.push_back({Action::kHold, Action::kFate, dying, next, -hold});
-      actions.push_back({Action::kPause, Action::kFate, 100 + Below(100)});
+      actions.push_back({Action::kPause, Action::kFate, 340 + Below(100)});
       actions.push_back({Action::kKill, Action::kFate, dying, 0, Below(2) == 0 ? -1 : back});
     }
     AddFirst(actions);
