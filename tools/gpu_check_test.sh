@@ -90,6 +90,59 @@ check "two GPUs of which one is not seen" two 1 "does not justify"
 program 0 "it needs two GPUs"
 check "no repeat" one 1 "--repeat 0 would run nothing" --repeat 0
 check "repeats" one 0 "core.a_test: passed, 3 times 1 cases and 1 skipped" --repeat 3
+# Under compute-sanitizer, of which there is a stub here: torch's allocator cuts tensors out of one piece of
+# memory, in which memcheck sees no tensor's end, unless it is told not to. It says $SUMMARY in the end.
+mkdir "$scratch/sanitizer"
+cat >"$scratch/sanitizer/compute-sanitizer" <<'SH'
+#!/bin/sh
+[ "$1 $3 $4" = "--tool --error-exitcode 99" ] || exit 2
+shift 4
+if [ "$PYTORCH_NO_CUDA_MEMORY_CACHING" != 1 ]; then
+  echo "torch's allocator hides where tensors end"
+  exit 99
+fi
+"$@" || exit
+echo "========= $SUMMARY"
+SH
+chmod +x "$scratch/sanitizer/compute-sanitizer"
+# check_sanitizer WHAT STATUS TEXT TOOL SUMMARY
+check_sanitizer() {
+  PATH=$scratch/sanitizer:$PATH SUMMARY=$5 check "$1" one "$2" "$3" --sanitizer "$4"
+}
+check_sanitizer "under memcheck" 0 "1 programs passed" memcheck "ERROR SUMMARY: 0 errors"
+check_sanitizer "under racecheck" 0 "1 programs passed" racecheck \
+  "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+nothing_found="compute-sanitizer has not said that it found nothing"
+check_sanitizer "a sanitizer that has looked at nothing" 1 "$nothing_found" memcheck \
+  "Error: Target application terminated before first instrumented API call"
+check_sanitizer "errors, of which the status says nothing" 1 "$nothing_found" memcheck "ERROR SUMMARY: 10 errors"
+check_sanitizer "races, of which the status says nothing" 1 "$nothing_found" racecheck \
+  "RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)"
+# Of how it was called, and with which variables, the report has all that changes what runs, and no key.
+NCCL_DEBUG=INFO GTEST_FILTER='A.*' DISTGRAD_EXITS=5 DISTGRAD_KEY=secret \
+  check_sanitizer "a filter" 0 "GTEST_FILTER is 'A.*'" memcheck "ERROR SUMMARY: 0 errors"
+python3 - "$scratch/report.json" <<'PY' || failed=1
+import json
+import sys
+with open(sys.argv[1], encoding="utf-8") as file:
+    text = file.read()
+report = json.loads(text)
+at = report["arguments"].index("--sanitizer")
+if report["arguments"][at:at + 2] != ["--sanitizer", "memcheck"]:
+    sys.exit("FAILED: the report has other arguments: %s" % report["arguments"])
+wanted = {"NCCL_DEBUG": "INFO", "GTEST_FILTER": "A.*", "DISTGRAD_EXITS": "5", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+          "OMP_NUM_THREADS": "1"}
+if not wanted.items() <= report["variables"].items():
+    sys.exit("FAILED: the report has other variables: %s" % report["variables"])
+if "DISTGRAD_KEY" in text or "secret" in text:
+    sys.exit("FAILED: the report has the key of a job")
+PY
+TESTBRIDGE_TEST_ONLY='A.*' check "Bazel's filter" one 0 "TESTBRIDGE_TEST_ONLY is 'A.*'"
+if python3 "$scratch/unpacked/gpu_check" --site "$scratch/site" --json "$scratch/report.txt" >"$scratch/said" 2>&1 ||
+  ! grep -qF "is where what programs print goes" "$scratch/said"; then
+  echo "FAILED: the report and what programs print may be one file" >&2
+  failed=1
+fi
 program 0 "" 2
 check "a repeat that runs less" one 1 "core.a_test: failed: repeat 2 ran 1 cases, and another one 2" --repeat 3
 program 3 ""
@@ -206,6 +259,30 @@ looked at two
 saw three
 TEXT
   { echo "FAILED: what programs have printed is not kept as it should be" >&2 && failed=1; }
+# Each header begins a line, also behind a program that has not ended its last one.
+sed -i 's/^echo "saw three" >&2$/printf "saw three"/; s/^exit 1$/exit 0/' "$hangs"
+cp "$hangs" "$scratch/unpacked/programs/core.c_test"
+check "programs that do not end their last lines" one 0 "2 programs passed" --repeat 2 --only "core.[bc]"
+cat >"$scratch/lines" <<'TEXT'
+gpu_check: core.b_test
+gpu_check: repeat 1
+looked at two
+saw three
+gpu_check: repeat 2
+looked at two
+saw three
+gpu_check: core.c_test
+gpu_check: repeat 1
+looked at two
+saw three
+gpu_check: repeat 2
+looked at two
+TEXT
+printf "saw three" >>"$scratch/lines"
+diff "$scratch/lines" "$scratch/report.txt" >&2 ||
+  { echo "FAILED: a header does not begin a line" >&2 && failed=1; }
+rm "$scratch/unpacked/programs/core.c_test"
+sed -i 's/^exit 0$/exit 1/' "$hangs"
 # Of each repeat, also where one dies before it has written which case failed.
 sed -i 's/^exit 1$/rm -f "${1#--gtest_output=xml:}" \&\& kill -SEGV $$/' "$hangs"
 check "a program that dies each time" one 1 "FAILED: core.b_test" --only b_test --repeat 2
