@@ -446,8 +446,7 @@ struct PipelineResultObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kPipelineResult;
   static constexpr char kName[] = "dg_pipeline_result";
 
-  explicit PipelineResultObject(PipelineResult result) : result(std::move(result)) {}
-  const PipelineResult result;
+  PipelineResult result;  // constant once there is one
 };
 
 struct Batch {
@@ -668,10 +667,13 @@ dg_error* dg_pipeline_train(const dg_pipeline* pipeline, const dg_context* conte
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
-    DG_ASSIGN_OR_RETURN(PipelineResult result,
-                        pinned->pipeline->Train(of->context, std::move(batch.inputs),
-                                                std::move(batch.targets), batch.deadline));
-    *out = NewHandle<PipelineResultObject>(std::move(result));
+    // Made before, for after a step that was taken nobody may hear that there is no memory.
+    auto object = std::make_unique<PipelineResultObject>();
+    PipelineResult& result = object->result;
+    OwnedHandle<PipelineResultObject> made(AdoptHandle(std::move(object)));
+    DG_ASSIGN_OR_RETURN(result, pinned->pipeline->Train(of->context, std::move(batch.inputs),
+                                                        std::move(batch.targets), batch.deadline));
+    *out = made.release();
     return absl::OkStatus();
   });
 }
@@ -687,10 +689,11 @@ dg_error* dg_pipeline_evaluate(const dg_pipeline* pipeline, const dg_tensor* con
                         Pin<PipelineObject>(pipeline, "pipeline"));
     DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
-    DG_ASSIGN_OR_RETURN(PipelineResult result,
+    auto object = std::make_unique<PipelineResultObject>();
+    DG_ASSIGN_OR_RETURN(object->result,
                         pinned->pipeline->Evaluate(std::move(batch.inputs),
                                                    std::move(batch.targets), batch.deadline));
-    *out = NewHandle<PipelineResultObject>(std::move(result));
+    *out = AdoptHandle(std::move(object));
     return absl::OkStatus();
   });
 }
