@@ -45,7 +45,9 @@ constexpr absl::string_view kTrusting[] = {
     "embedding_bag",
     "embedding_dense_backward",
     "embedding_sparse_backward",
+    "fractional_max_pool2d",  // of its random samples, which are an argument, it takes any
     "fractional_max_pool2d_backward",
+    "fractional_max_pool3d",
     "fractional_max_pool3d_backward",
     "gather_backward",
     "gru",  // these take the number of gates from the sizes of weights
@@ -62,6 +64,8 @@ constexpr absl::string_view kTrusting[] = {
     "native_batch_norm",  // batch_norm checks what it hands to it
     "native_batch_norm_backward",
     "native_channel_shuffle",  // divides by the number of groups, which channel_shuffle checks
+    "native_group_norm",  // group_norm checks what it hands to it
+    "native_group_norm_backward",
     "native_layer_norm_backward",
     "nll_loss_backward",
     "quantized_gru",

@@ -34,9 +34,10 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 // which there may be more than tensors in a message. `fft_fft` and its kin, `stft` and `istft`
 // compute a length with a large prime factor by longer ones; and `meshgrid` puts a tensor that it
 // does not take into its error, as text. Of a sparse tensor the places of its longest dimension
-// count, for any operator: some make lists of them, and no element says how many there are. 0 for
-// all other operators, for tensors of CUDA, whose operators do without these lists, and for
-// arguments that these do not take.
+// count, for any operator: some make lists of them, and no element says how many there are; and for
+// `softmax` and what calls it all places but those of its shortest dimension, each of which gets a
+// list. 0 for all other operators, for tensors of CUDA, whose operators do without these lists, and
+// for arguments that these do not take.
 int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args);
 
 // What the strided tensors among the arguments show, those in lists of them too.

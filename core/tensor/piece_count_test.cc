@@ -146,6 +146,16 @@ TEST(PieceCountTest, TheSizesOfSparseTensorsCount) {
                            Values{std::vector<at::Tensor>{sparse(1, 1), sparse(1, kWide)}}),
             kWide * 32);
   EXPECT_EQ(CountListBytes("aten::mm", Values{at::ones({1, 1}), View({1, kWide})}), 0);
+  // A list for each line of a dimension, as many as there are places in the others.
+  const at::Tensor block = at::sparse_coo_tensor(at::zeros({3, 1}, at::kLong), at::ones({1, 1000}),
+                                                 {3000, 2, 2000, 1000});
+  for (const char* const name :
+       {"aten::softmax.int", "aten::log_softmax.int", "aten::special_log_softmax",
+        "aten::special_softmax", "aten::cross_entropy_loss"}) {
+    EXPECT_EQ(CountListBytes(name, Values{block, 2}), 3000 * 2000 * 72) << name;
+    EXPECT_EQ(CountListBytes(name, Values{sparse(1, kWide), 1}), kWide * 72) << name;
+  }
+  EXPECT_EQ(CountListBytes("aten::neg", Values{block}), 3000 * 32);
   // One that is small does not hide what else there is.
   std::vector<at::Tensor> many(1000, at::ones({1}));
   many.push_back(sparse(1, 1));

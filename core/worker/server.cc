@@ -18,6 +18,7 @@
 #include "core/tensor/allocation_limit.h"
 #include "core/tensor/cheap_operators.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/number_check.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
 #include "core/tensor/piece_count.h"
@@ -283,7 +284,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   if (static_cast<uint64_t>(list_bytes) > parts_.options.limits.message_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "it would take ", list_bytes,
-        " bytes beside elements, for lists (of a sparse tensor: of its longest dimension), for "
+        " bytes beside elements, for lists (of a sparse tensor: of its dimensions), for "
         "Fourier transforms of a length with a large prime factor, or for the text of an error; "
         "limit message_bytes is ",
         parts_.options.limits.message_bytes));
@@ -292,6 +293,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   DG_RETURN_IF_ERROR(CheckViews(request.function, arguments, shown));
   if (parts_.options.serve_operators == ServeOperators::kSafe) {
     DG_RETURN_IF_ERROR(CheckListLengths(request.function, arguments));
+    DG_RETURN_IF_ERROR(CheckNumbers(request.function, arguments));
   }
   absl::StatusOr<std::vector<c10::IValue>> results;
   {

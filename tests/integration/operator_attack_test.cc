@@ -301,6 +301,83 @@ TEST_F(OperatorAttackTest, ManyAtATimeGetErrorsToo) {
   ExpectEndsWell();
 }
 
+// One worker for each: it is gone by the first that gets through. What the answer is does not
+// matter, but that it is there, and that the worker has kept within its limits.
+struct NumbersCall {
+  std::string name;
+  Values arguments;
+};
+
+std::vector<NumbersCall> CallsByNumbers() {
+  const c10::IValue none;
+  const at::Tensor x = at::ones({1});
+  const at::Tensor least = at::full({1}, INT64_MIN, at::kLong);
+  // 7 * kInverse is 1, as numbers of 64 bits are multiplied.
+  constexpr int64_t kInverse = 0x6DB6DB6DB6DB6DB7;
+  at::Tensor places = at::zeros({3, 1}, at::kLong);
+  places.select(0, 0).fill_(9999);
+  places.select(0, 1).fill_(999);
+  return {
+      // Divides INT64_MIN by -1, which the processor answers with SIGFPE.
+      {"aten::div.Tensor_mode", {least, at::full({1}, -1, at::kLong), "trunc"}},
+      {"aten::lcm", {least, at::full({1}, 7, at::kLong)}},
+      {"aten::avg_pool2d",
+       {least.view({1, 1, 1}), Ints{1, 1}, Ints{1, 1}, Ints{0, 0}, false, true, -1}},
+      // Divides by no groups: only group_norm, which calls it, has looked at them.
+      {"aten::native_group_norm_backward",
+       {x, x, at::zeros({0}), at::zeros({0}), none, 1, 1, 1, 0,
+        c10::List<bool>({true, false, false})}},
+      // 1 * 7 * kInverse is the one element that there is, and kInverse are read for each group.
+      {"aten::native_group_norm", {x, none, none, 1, 7, kInverse, 7, 1e-5}},
+      // The place of an element in a line is made of a float that no int64_t holds.
+      {"aten::upsample_nearest1d", {at::ones({1, 1, 1}, at::kByte), Ints{3}, 1e-30}},
+      // A list of 24 bytes for each place of all dimensions but one: 240 MB here.
+      {"aten::softmax.int",
+       {at::sparse_coo_tensor(places, at::ones({1}), {10000, 1000, 1}), 2, none}},
+  };
+}
+
+class OperatorNumbersTest : public OperatorAttackTest,
+                            public testing::WithParamInterface<size_t> {};
+
+INSTANTIATE_TEST_SUITE_P(Calls, OperatorNumbersTest,
+                         testing::Range<size_t>(0, CallsByNumbers().size()));
+
+TEST_P(OperatorNumbersTest, TheWorkerServesOn) {
+  const NumbersCall call = CallsByNumbers()[GetParam()];
+  SCOPED_TRACE(call.name);
+  int64_t peak = 0, before = 0, after = 0;
+  ASSERT_NO_FATAL_FAILURE(AskMemory(&peak, &before));
+  const absl::Status status = worker_->CallOp(1, call.name, call.arguments).status();
+  ASSERT_FALSE(absl::IsUnavailable(status)) << "the worker is gone: " << status;
+  ASSERT_NO_FATAL_FAILURE(AskMemory(&peak, &after));
+  if (kMeasures) {
+    EXPECT_LE(peak - before, kMost) << "it took " << ((peak - before) >> 20) << " MiB";
+  }
+  ASSERT_NO_FATAL_FAILURE(ExpectHonestCallsServed());
+  ExpectEndsWell();
+}
+
+// No tap of the window is inside: both rows are padding. libtorch takes the row behind the last one
+// for the place of the largest element, and its derivative adds the gradient there.
+TEST_F(OperatorAttackTest, APoolWhoseWindowsAreAllPaddingWritesNowhere) {
+  for (int i = 0; i < 50; ++i) {
+    Context context = worker_->NewContext();
+    const at::Tensor x = at::ones({1, 1, 1 << 17}).requires_grad_();
+    const auto y =
+        worker_->CallOp(1, "aten::max_pool2d", {x, Ints{2, 1}, Ints{1, 1}, Ints{1, 0}, Ints{2, 1}},
+                        {.context = &context});
+    if (!y.ok()) {
+      ASSERT_EQ(y.status().code(), StatusCode::kInvalidArgument) << y.status();
+      continue;
+    }
+    const absl::Status done = context.Backward({((*y)[0].toTensor() * 1e30).sum()});
+    ADD_FAILURE() << "it was served; its derivative wrote 512 KiB behind its gradient: " << done;
+    ASSERT_NO_FATAL_FAILURE(ExpectHonestCallsServed());
+  }
+  ExpectEndsWell();
+}
+
 }  // namespace
 }  // namespace distgrad
 
