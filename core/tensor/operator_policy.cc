@@ -64,7 +64,7 @@ constexpr absl::string_view kTrusting[] = {
     "native_batch_norm",  // batch_norm checks what it hands to it
     "native_batch_norm_backward",
     "native_channel_shuffle",  // divides by the number of groups, which channel_shuffle checks
-    "native_group_norm",  // group_norm checks what it hands to it
+    "native_group_norm",       // group_norm checks what it hands to it
     "native_group_norm_backward",
     "native_layer_norm_backward",
     "nll_loss_backward",
