@@ -117,7 +117,7 @@ absl::Status CheckRange(absl::string_view base, const c10::Argument& argument,
   return absl::OkStatus();
 }
 
-absl::Status CheckSizes(const at::Tensor& tensor) {
+absl::Status CheckElements(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.layout() != at::kStrided) return absl::OkStatus();
   int64_t elements = 1;
   for (const int64_t size : tensor.sizes()) {
@@ -167,17 +167,29 @@ absl::Status CheckDivision(absl::string_view base, absl::Span<const c10::IValue>
 }
 
 // The arguments of `arange` that are numbers: its begin, end and step.
-absl::Status CheckBounds(absl::string_view base, absl::Span<const c10::IValue> args) {
+absl::Status CheckBounds(absl::string_view base, const std::vector<c10::Argument>& arguments,
+                         absl::Span<const c10::IValue> args) {
   constexpr auto kFloatBound = static_cast<double>(kBound);
   if (base != "arange" && base != "range") return absl::OkStatus();
-  for (const c10::IValue& arg : args) {
+  bool is_of_integers = false, has_fraction = false;
+  for (size_t i = 0; i < args.size(); ++i) {
+    const c10::IValue& arg = args[i];
+    const bool is_dtype = i < arguments.size() && arguments[i].name() == "dtype";
+    if ((arg.isTensor() && arg.toTensor().defined() &&
+         at::isIntegralType(arg.toTensor().scalar_type(), /*includeBool=*/true)) ||
+        (is_dtype && arg.isInt() &&
+         at::isIntegralType(static_cast<at::ScalarType>(arg.toInt()), /*includeBool=*/true))) {
+      is_of_integers = true;
+    }
+    has_fraction |= arg.isDouble() && std::abs(arg.toDouble()) < 1 && arg.toDouble() != 0;
     if ((arg.isDouble() && !(std::abs(arg.toDouble()) <= kFloatBound)) ||
         (arg.isInt() && IsBeyond(arg.toInt(), kBound))) {
       return absl::InvalidArgumentError(
           absl::StrCat("its numbers may be from ", -kBound, " to ", kBound));
     }
   }
-  return absl::OkStatus();
+  if (!is_of_integers || !has_fraction) return absl::OkStatus();
+  return absl::InvalidArgumentError("a step between integers has to be one of them, and not 0");
 }
 
 absl::Status CheckAverage(absl::string_view base, absl::Span<const c10::IValue> args) {
@@ -246,17 +258,36 @@ absl::Status CheckNumbers(absl::string_view name, absl::Span<const c10::IValue> 
     DG_RETURN_IF_ERROR(CheckRange(base, arguments[i], args[i]));
     DG_RETURN_IF_ERROR(CheckScale(base, arguments[i], args[i]));
     if (args[i].isTensor()) {
-      DG_RETURN_IF_ERROR(CheckSizes(args[i].toTensor()));
+      DG_RETURN_IF_ERROR(CheckElements(args[i].toTensor()));
     } else if (args[i].isTensorList()) {
       for (const at::Tensor& tensor : args[i].toTensorVector()) {
-        DG_RETURN_IF_ERROR(CheckSizes(tensor));
+        DG_RETURN_IF_ERROR(CheckElements(tensor));
       }
     }
   }
   DG_RETURN_IF_ERROR(CheckDivision(base, args));
-  DG_RETURN_IF_ERROR(CheckBounds(base, args));
+  DG_RETURN_IF_ERROR(CheckBounds(base, arguments, args));
   DG_RETURN_IF_ERROR(CheckAverage(base, args));
   return CheckMaximum(base, args);
+}
+
+absl::Status CheckSizes(absl::Span<const c10::IValue> results) {
+  const auto check = [](const at::Tensor& tensor) {
+    if (!tensor.defined()) return absl::OkStatus();
+    for (const int64_t size : tensor.sizes()) {
+      if (size >= 0) continue;
+      return absl::InvalidArgumentError(absl::StrCat("its result would have the size ", size));
+    }
+    return absl::OkStatus();
+  };
+  for (const c10::IValue& result : results) {
+    if (result.isTensor()) {
+      DG_RETURN_IF_ERROR(check(result.toTensor()));
+    } else if (result.isTensorList()) {
+      for (const at::Tensor& tensor : result.toTensorVector()) DG_RETURN_IF_ERROR(check(tensor));
+    }
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace distgrad

@@ -20,7 +20,8 @@ namespace distgrad {
 //     and a factor of a pixel_shuffle beyond 2^20, for the same reason;
 //   - the least integer of its type, divided by -1 (`div` with a rounding mode, `floor_divide`,
 //     `remainder`, `fmod`), or in `lcm`, which may divide it by -1 on its way, and numbers beyond
-//     2^61 for `arange`, which divides their difference;
+//     2^61 for `arange`, which divides their difference, or a fraction as its step between
+//     integers;
 //   - an average pooling of integers, which divides by a divisor that is given or by a product of
 //     sizes;
 //   - a dilation of a maximum pooling that is larger than the padded dimension: a window may have
@@ -31,6 +32,10 @@ namespace distgrad {
 // For all other arguments, and operators that it does not know, OK. Reads elements of tensors of
 // integers on the CPU, so it is for those that have come already.
 absl::Status CheckNumbers(absl::string_view name, absl::Span<const c10::IValue> args);
+
+// kInvalidArgument for a result that has a size below 0, as `as_strided` and `resize` make it:
+// nothing that comes after them counts on that.
+absl::Status CheckSizes(absl::Span<const c10::IValue> results);
 
 }  // namespace distgrad
 

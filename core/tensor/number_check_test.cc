@@ -1,6 +1,7 @@
 // Which numbers an operator is not to be called with, and that those next to them are taken.
 #include "core/tensor/number_check.h"
 
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
@@ -63,6 +64,13 @@ TEST(NumberCheckTest, TheLeastNumberIsNotDividedByMinusOne) {
   ExpectRefused("aten::arange.start_step", {0, static_cast<double>(kLeast), -1});
   ExpectRefused("aten::arange", {std::nan("")});
   ExpectTaken("aten::arange.start_step", {0, -1000, -1});
+  // A step of half is none between integers, and libtorch divides by it.
+  const auto kLong = static_cast<int64_t>(at::kLong), kFloat = static_cast<int64_t>(at::kFloat);
+  ExpectRefused("aten::arange.start_step", {0, 1, 0.5, kLong});
+  ExpectRefused("aten::arange.start_out", {0, 1, 0.5, Longs(1)});
+  ExpectTaken("aten::arange.start_step", {0, 1, 0.5, kFloat});
+  ExpectTaken("aten::arange.start_step", {0, 1, 0.5});
+  ExpectTaken("aten::arange.start_step", {0, 4, 2.0, kLong});
 }
 
 TEST(NumberCheckTest, IntegersThatCountSomethingAreNotBeyondAll) {
@@ -88,6 +96,16 @@ TEST(NumberCheckTest, IntegersThatCountSomethingAreNotBeyondAll) {
   ExpectRefused("aten::cat", {std::vector<at::Tensor>{at::zeros({1 << 20, 0, 1 << 20})}});
   ExpectTaken("aten::neg", {at::zeros({int64_t{1} << 30, 0})});
   ExpectTaken("aten::unknown", {kLeast});
+}
+
+TEST(NumberCheckTest, NoResultHasASizeBelowNone) {
+  const at::Tensor x = at::ones({1});
+  const at::Tensor odd = at::as_strided(x, Ints{-1}, Ints{1});
+  EXPECT_EQ(CheckSizes(Values{x, odd}).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(CheckSizes(Values{std::vector<at::Tensor>{x, odd}}).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(CheckSizes(Values{x, at::zeros({0}), at::Tensor(), 1, c10::IValue()}),
+            absl::OkStatus());
 }
 
 TEST(NumberCheckTest, AWindowOfAMaximumHasAPlaceInside) {

@@ -33,6 +33,8 @@ constexpr absl::string_view kUnsafe[] = {
 // overload, where others have no such flaw.
 constexpr absl::string_view kTrusting[] = {
     "_foreach_copy",
+    "_foreach_lerp",
+    "_foreach_lerp_",
     "adaptive_max_pool2d_backward",
     "adaptive_max_pool3d_backward",
     "align_tensors",
@@ -45,13 +47,16 @@ constexpr absl::string_view kTrusting[] = {
     "embedding_bag",
     "embedding_dense_backward",
     "embedding_sparse_backward",
+    "fbgemm_linear_quantize_weight",
     "fractional_max_pool2d",  // of its random samples, which are an argument, it takes any
     "fractional_max_pool2d_backward",
     "fractional_max_pool3d",
     "fractional_max_pool3d_backward",
+    "fused_moving_avg_obs_fake_quant",
     "gather_backward",
     "gru",  // these take the number of gates from the sizes of weights
     "gru_cell",
+    "linalg_eigvals",
     "linalg_ldl_solve",
     "linalg_slogdet.out",
     "log_sigmoid.out",  // these write a result of another dtype as if it were the input's
@@ -61,6 +66,8 @@ constexpr absl::string_view kTrusting[] = {
     "lu_unpack",
     "max_pool2d_with_indices_backward",
     "max_pool3d_with_indices_backward",
+    "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
     "native_batch_norm",  // batch_norm checks what it hands to it
     "native_batch_norm_backward",
     "native_channel_shuffle",  // divides by the number of groups, which channel_shuffle checks
@@ -68,6 +75,7 @@ constexpr absl::string_view kTrusting[] = {
     "native_group_norm_backward",
     "native_layer_norm_backward",
     "nll_loss_backward",
+    "pdist",
     "quantized_gru",
     "quantized_gru_cell",
     "quantized_lstm",
@@ -81,10 +89,13 @@ constexpr absl::string_view kTrusting[] = {
     "replication_pad1d_backward",
     "replication_pad2d_backward",
     "replication_pad3d_backward",
+    "rnn_relu.data",  // these take the sizes of batches from a tensor
+    "rnn_tanh.data",
     "rrelu_with_noise.out",
     "segment_reduce",
     "slow_conv3d",
     "slow_conv3d_forward",
+    "smooth_l1_loss_backward",  // of integers it divides by none
     "sparse_bsc_tensor",
     "sparse_bsr_tensor",
     "sparse_compressed_tensor",

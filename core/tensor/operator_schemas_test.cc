@@ -10,14 +10,18 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <initializer_list>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <new>
 #include <optional>
@@ -30,10 +34,18 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "core/tensor/number_check.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
 #include "core/tensor/piece_count.h"
 #include "core/tensor/values.h"
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define DG_SKIP_WITHOUT_LIMIT() \
+  GTEST_SKIP() << "a sanitizer's own memory stands above every limit of addresses"
+#else
+#define DG_SKIP_WITHOUT_LIMIT()
+#endif
 
 namespace distgrad {
 namespace {
@@ -231,10 +243,14 @@ class Arguments {
 
   // None where nothing can be had for one of its types. `hostile`: those that are likely to come
   // past all checks but one, for they fit together but for indices, which may be anything.
-  std::optional<Values> Draw(const c10::FunctionSchema& schema, bool hostile) {
+  // `wild`: hostile ones, of which some have numbers at which arithmetic ends, or no elements.
+  std::optional<Values> Draw(const c10::FunctionSchema& schema, bool hostile, bool wild = false) {
     first_ = true;
     hostile_ = hostile;
-    shape_ = shapes_[Below(shapes_.size())];
+    wild_ = wild;
+    is_of_integers_ = wild && Below(3) == 0;
+    shape_ = wild && Below(4) == 0 ? empty_shapes_[Below(empty_shapes_.size())]
+                                   : shapes_[Below(shapes_.size())];
     Values arguments;
     for (const c10::Argument& argument : schema.arguments()) {
       length_ = argument.N();
@@ -260,10 +276,71 @@ class Arguments {
                           "repeats", "sorter", "bag", "index"})) {
         return Indices(shape);
       }
+      if (wild_ && (is_of_integers_ || Below(4) == 0)) return WildTensor(shape);
       if (first || Below(8) > 0) return at::rand(shape).clone();
     }
     const bool any = first || Below(3) == 0;
     return tensors_[any ? Below(tensors_.size()) : 0].clone();
+  }
+
+  // Of the type of the others, or of any.
+  at::Tensor WildTensor(const std::vector<int64_t>& shape) {
+    if (!is_of_integers_ || Below(8) == 0) {
+      constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble, at::kByte, at::kInt, at::kBool};
+      at::Tensor tensor = at::empty(shape, at::kDouble);
+      for (int64_t i = 0; i < tensor.numel(); ++i) tensor.data_ptr<double>()[i] = WildFloat();
+      // An integer that a float has no place in is another one on another processor.
+      const at::ScalarType type = kTypes[Below(std::size(kTypes))];
+      return at::isFloatingType(type) ? tensor.to(type)
+                                      : tensor.nan_to_num(0, 1, 0).clamp(0, 100).to(type);
+    }
+    at::Tensor tensor = at::empty(shape, at::kLong);
+    for (int64_t i = 0; i < tensor.numel(); ++i) {
+      tensor.data_ptr<int64_t>()[i] = Below(2) == 0 ? -1 : WildInt();
+    }
+    return tensor;
+  }
+
+  int64_t WildInt() {
+    constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+    // Times 7 it is 1, as numbers of 64 bits are multiplied.
+    constexpr int64_t kInverse = 0x6DB6DB6DB6DB6DB7;
+    constexpr int64_t kNumbers[] = {kLeast,
+                                    -1,
+                                    -(int64_t{1} << 31),
+                                    0,
+                                    1,
+                                    2,
+                                    3,
+                                    7,
+                                    int64_t{1} << 20,
+                                    int64_t{1} << 32,
+                                    int64_t{1} << 40,
+                                    kInverse,
+                                    std::numeric_limits<int64_t>::max()};
+    return kNumbers[Below(std::size(kNumbers))];
+  }
+
+  double WildFloat() {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    constexpr double kNumbers[] = {0,
+                                   -1,
+                                   1,
+                                   2.5,
+                                   1e-30,
+                                   1e9,
+                                   1e30,
+                                   3e38,
+                                   -3e38,
+                                   -1e30,
+                                   1e300,
+                                   -1e300,
+                                   0.5,
+                                   -0.0,
+                                   kInfinity,
+                                   -kInfinity,
+                                   std::numeric_limits<double>::quiet_NaN()};
+    return kNumbers[Below(std::size(kNumbers))];
   }
 
   // Mostly good ones.
@@ -283,17 +360,25 @@ class Arguments {
         return Tensor(name);
       case c10::TypeKind::IntType:
       case c10::TypeKind::SymIntType:
+        if (wild_ && Below(4) == 0) return c10::IValue(WildInt());
+        if (wild_ && HasAnyOf(name, {"kernel", "stride", "dilation"}) && Below(2) == 0) {
+          return c10::IValue(static_cast<int64_t>(Below(4)));
+        }
         if (hostile_ && HasAnyOf(name, {"kernel", "stride", "dilation"})) return c10::IValue(1);
         if (hostile_ && absl::StrContains(name, "pad") && Below(2) == 0) return c10::IValue(0);
         return c10::IValue(static_cast<int64_t>(Below(4)) - 1);
       case c10::TypeKind::FloatType:
+        if (wild_ && Below(2) == 0) return c10::IValue(WildFloat());
         return c10::IValue(static_cast<double>(Below(3)) / 2);
       case c10::TypeKind::NumberType:
+        if (wild_ && Below(2) == 0) return c10::IValue(WildInt());
+        if (wild_ && Below(2) == 0) return c10::IValue(WildFloat());
         return c10::IValue(static_cast<double>(Below(3)));
       case c10::TypeKind::BoolType:
         return c10::IValue(Below(2) == 1);
       case c10::TypeKind::StringType: {
         if (!hostile_) return std::nullopt;
+        if (name == "rounding_mode") return c10::IValue(Below(2) == 0 ? "trunc" : "floor");
         constexpr const char* kWords[] = {"sum",  "mean", "prod", "amax",    "amin",   "max",
                                           "min",  "left", "none", "reduced", "linear", "fro",
                                           "same", "ij",   "L",    "tanh",    "add",    "multiply"};
@@ -322,9 +407,13 @@ class Arguments {
 
   const std::vector<std::vector<int64_t>> shapes_ = {
       {}, {1}, {2}, {3}, {2, 2}, {2, 3}, {2, 2, 2}, {3, 2, 2}, {1, 2, 2, 2}};
+  const std::vector<std::vector<int64_t>> empty_shapes_ = {
+      {0}, {0, 2}, {2, 0}, {2, 0, 2}, {0, 2, 2}, {1, 0, 2, 2}, {0, 1, 2, 2}, {1, 2, 0, 2}};
   std::mt19937 random_;
   std::vector<at::Tensor> tensors_;
   bool hostile_ = false;
+  bool wild_ = false;
+  bool is_of_integers_ = false;    // each tensor of these arguments, where they are wild
   std::optional<int32_t> length_;  // that the list which is drawn has to have
   std::vector<int64_t> shape_;     // of most tensors of these arguments, where they are hostile
   bool first_ = true;              // no tensor of these arguments has been drawn
@@ -381,6 +470,68 @@ Outcome CallOften(const c10::FunctionSchema& schema, const std::string& name, ui
   return outcome;
 }
 
+// Whether the worker that serves an operator would let it begin.
+bool Passes(const std::string& name, const Values& arguments) {
+  constexpr int64_t kMostTensors = 1000, kMostBytes = 1 << 20;
+  const ShownTensors shown = CountShown(arguments);
+  return CountPieces(name, arguments) <= kMostTensors &&
+         CountListBytes(name, arguments) <= kMostBytes && shown.bytes <= uint64_t{kMostBytes} &&
+         CheckHeads(name, arguments).ok() && CheckViews(name, arguments, shown).ok() &&
+         CheckListLengths(name, arguments).ok() && CheckNumbers(name, arguments).ok();
+}
+
+// Asks for the gradients of some arguments, as a pass would.
+void AskGradients(const std::vector<at::Tensor>& leaves, const std::vector<at::Tensor>& made) {
+  std::vector<at::Tensor> results, gradients;
+  for (const at::Tensor& result : made) {
+    if (result.requires_grad() && result.layout() == at::kStrided) results.push_back(result);
+  }
+  if (results.empty()) return;
+  std::vector<at::Tensor> given;
+  for (const at::Tensor& leaf : leaves) {
+    if (leaf.requires_grad()) given.push_back(leaf);
+  }
+  try {
+    for (const at::Tensor& result : results) {
+      gradients.push_back(at::ones(result.sizes(), result.options()));
+    }
+    for (const at::Tensor& gradient :
+         torch::autograd::grad(results, given, gradients, /*retain_graph=*/std::nullopt,
+                               /*create_graph=*/false, /*allow_unused=*/true)) {
+      if (gradient.defined()) Read(gradient);
+    }
+  } catch (const std::exception&) {
+    // That is an answer, too.
+  }
+}
+
+// With numbers of any size, as far as they pass; `guarded`: as a worker would let them.
+Outcome CallWildly(const c10::FunctionSchema& schema, const std::string& name, uint32_t seed,
+                   GuardedAllocator& allocator, bool guarded) {
+  Arguments draws(seed);
+  Outcome outcome;
+  for (int i = 0; i < kTries; ++i) {
+    allocator.Place(/*at_end=*/i % 4 != 3, HasAnyOf(name, {"mkldnn", "gelu", "conv", "lstm"}));
+    const std::optional<Values> arguments = draws.Draw(schema, /*hostile=*/true, /*wild=*/true);
+    if (!arguments.has_value() || (guarded && !Passes(name, *arguments))) continue;
+    std::vector<at::Tensor> given, made;
+    for (const c10::IValue& argument : *arguments) CollectTensors(argument, &given);
+    if (i % 2 == 0) {
+      for (const at::Tensor& tensor : given) {
+        if (tensor.is_floating_point()) tensor.requires_grad_();
+      }
+    }
+    const absl::StatusOr<Values> results = CallOperator(name, *arguments);
+    if (!results.ok()) continue;
+    ++outcome.successes;
+    if (guarded && !CheckSizes(*results).ok()) continue;
+    for (const c10::IValue& result : *results) CollectTensors(result, &made);
+    for (const at::Tensor& tensor : made) Read(tensor);
+    AskGradients(given, made);
+  }
+  return outcome;
+}
+
 struct Operator {
   std::string name;
   const c10::FunctionSchema* schema;
@@ -389,8 +540,9 @@ struct Operator {
 // The same for each of some operators, in another process: one that takes its arguments on trust
 // may write anywhere, or never end. Where it ends that process, another one goes on behind it, and
 // `ends` has what it ended by.
-std::vector<Outcome> CallAllOften(const std::vector<Operator>& operators, uint32_t seed,
-                                  std::map<std::string, std::string>* ends) {
+template <typename Call>
+std::vector<Outcome> CallAll(const std::vector<Operator>& operators, rlim_t most_seconds,
+                             const Call& call, std::map<std::string, std::string>* ends) {
   at::set_num_threads(1);  // a forked process has no others
   std::vector<Outcome> outcomes;
   while (outcomes.size() < operators.size()) {
@@ -406,9 +558,9 @@ std::vector<Outcome> CallAllOften(const std::vector<Operator>& operators, uint32
         rusage used = {};
         getrusage(RUSAGE_SELF, &used);
         const auto seconds = static_cast<rlim_t>(used.ru_utime.tv_sec + used.ru_stime.tv_sec);
-        const rlimit processor = {seconds + 30, RLIM_INFINITY};
+        const rlimit processor = {seconds + most_seconds, RLIM_INFINITY};
         setrlimit(RLIMIT_CPU, &processor);
-        const Outcome made = CallOften(*operators[i].schema, operators[i].name, seed, allocator);
+        const Outcome made = call(operators[i], allocator);
         if (write(pipe_ends[1], &made, sizeof(made)) != sizeof(made)) _exit(1);
       }
       _exit(0);
@@ -425,6 +577,34 @@ std::vector<Outcome> CallAllOften(const std::vector<Operator>& operators, uint32
     (*ends)[operators[outcomes.size()].name] =
         WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "an exit";
     outcomes.emplace_back();
+  }
+  return outcomes;
+}
+
+std::vector<Outcome> CallAllOften(const std::vector<Operator>& operators, uint32_t seed,
+                                  std::map<std::string, std::string>* ends) {
+  return CallAll(
+      operators, /*most_seconds=*/30,
+      [seed](const Operator& op, GuardedAllocator& allocator) {
+        return CallOften(*op.schema, op.name, seed, allocator);
+      },
+      ends);
+}
+
+std::vector<Outcome> CallAllWildly(const std::vector<Operator>& operators, uint32_t seed,
+                                   bool guarded, std::map<std::string, std::string>* ends) {
+  std::vector<Outcome> outcomes = CallAll(
+      operators, /*most_seconds=*/3,
+      [seed, guarded](const Operator& op, GuardedAllocator& allocator) {
+        // operator_memory_test.cc is about lists of any length.
+        const rlimit room = {rlim_t{8} << 30, RLIM_INFINITY};
+        setrlimit(RLIMIT_AS, &room);
+        return CallWildly(*op.schema, op.name, seed, allocator, guarded);
+      },
+      ends);
+  // How long an operator works is another matter: some take a number for a count of steps.
+  for (auto end = ends->begin(); end != ends->end();) {
+    end = end->second == strsignal(SIGXCPU) ? ends->erase(end) : std::next(end);
   }
   return outcomes;
 }
@@ -457,6 +637,30 @@ TEST(OperatorSchemas, WhatIsSafeSurvivesItsArgumentsAndWritesOnlyWhatItSays) {
   EXPECT_GT(successes, 20000);
 }
 
+// The same for numbers at which arithmetic ends and for tensors without elements, and for the
+// derivatives of what is computed of them.
+TEST(OperatorSchemas, WhatIsSafeSurvivesNumbersOfAnySize) {
+  DG_SKIP_WITHOUT_LIMIT();
+  constexpr uint32_t kSeed = 24;  // with others it finds more
+  SCOPED_TRACE(absl::StrCat("seed ", kSeed));
+  std::vector<Operator> operators;
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto handle = c10::Dispatcher::singleton().findSchema(op);
+    if (!handle.has_value() || !CheckSafe(NameOf(op)).ok()) continue;
+    // These take any number for the count of their steps.
+    if (absl::StrContains(op.name, "_polynomial_")) continue;
+    operators.push_back({NameOf(op), &handle->schema()});
+  }
+  std::map<std::string, std::string> ends;
+  int successes = 0;
+  for (const Outcome& outcome : CallAllWildly(operators, kSeed, /*guarded=*/true, &ends)) {
+    successes += outcome.successes;
+  }
+  EXPECT_EQ(ends, (std::map<std::string, std::string>()))
+      << "number_check.h is to refuse what ends these, or operator_policy.cc them";
+  EXPECT_GT(successes, 20000);
+}
+
 // Those that are known to write are refused, and the search would find them.
 TEST(OperatorSchemas, SomeWriteWithoutSayingSo) {
   std::vector<Operator> operators;
@@ -483,6 +687,25 @@ TEST(OperatorSchemas, SomeWriteWithoutSayingSo) {
        {"aten::cudnn_batch_norm_backward", "aten::layer_norm", "aten::group_norm"}) {
     EXPECT_TRUE(CheckFunctional(name).ok()) << name;
   }
+}
+
+// What CheckNumbers() refuses, the search finds where nothing is refused.
+TEST(OperatorSchemas, TheSearchFindsWhatNumbersEnd) {
+  DG_SKIP_WITHOUT_LIMIT();
+  std::vector<Operator> operators;
+  for (const c10::OperatorName& op :
+       std::initializer_list<c10::OperatorName>{{"aten::div", "Tensor_mode"},
+                                                {"aten::lcm", ""},
+                                                {"aten::smooth_l1_loss_backward", ""},
+                                                {"aten::fused_moving_avg_obs_fake_quant", ""},
+                                                {"aten::fbgemm_linear_quantize_weight", ""}}) {
+    const auto handle = c10::Dispatcher::singleton().findSchema(op);
+    ASSERT_TRUE(handle.has_value()) << op;
+    operators.push_back({NameOf(op), &handle->schema()});
+  }
+  std::map<std::string, std::string> ends;
+  CallAllWildly(operators, 24, /*guarded=*/false, &ends);
+  for (const Operator& op : operators) EXPECT_EQ(ends.count(op.name), 1u) << op.name;
 }
 
 // A process that an operator ends is no end of the search.

@@ -132,6 +132,12 @@ TEST(PieceCountTest, TransformsOfFramesCountToo) {
   EXPECT_EQ(CountListBytes("aten::fft_fft", Values{View({kPrime, 16})}), 0);
 }
 
+// One for each step, as a tensor of the sizes of batches says.
+TEST(PieceCountTest, StepsOfPackedDataCount) {
+  const at::Tensor few = at::zeros({1, 1, 1});
+  EXPECT_EQ(CountPieces("aten::rnn_tanh.data", Values{few, at::ones({101}, at::kLong), few}), 101);
+}
+
 // A product of two makes lists of as many columns as there are, and so do others: no element of a
 // sparse tensor says how many these are.
 TEST(PieceCountTest, TheSizesOfSparseTensorsCount) {

@@ -302,6 +302,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
     results = distgrad::CallOperator(request.function, std::move(arguments));
   }
   DG_RETURN_IF_ERROR(results.status());
+  DG_RETURN_IF_ERROR(CheckSizes(*results));
   return EncodeValues(*results);
 }
 

@@ -323,6 +323,8 @@ std::vector<NumbersCall> CallsByNumbers() {
       {"aten::lcm", {least, at::full({1}, 7, at::kLong)}},
       {"aten::avg_pool2d",
        {least.view({1, 1, 1}), Ints{1, 1}, Ints{1, 1}, Ints{0, 0}, false, true, -1}},
+      // Divides by a half, which is 0 as an integer.
+      {"aten::arange.start_step", {0, 1, 0.5, static_cast<int64_t>(at::kLong)}},
       // Divides by no groups: only group_norm, which calls it, has looked at them.
       {"aten::native_group_norm_backward",
        {x, x, at::zeros({0}), at::zeros({0}), none, 1, 1, 1, 0,
@@ -331,6 +333,8 @@ std::vector<NumbersCall> CallsByNumbers() {
       {"aten::native_group_norm", {x, none, none, 1, 7, kInverse, 7, 1e-5}},
       // The place of an element in a line is made of a float that no int64_t holds.
       {"aten::upsample_nearest1d", {at::ones({1, 1, 1}, at::kByte), Ints{3}, 1e-30}},
+      // A size below none, and no elements for what counts on it.
+      {"aten::as_strided", {x, Ints{-1}, Ints{1}}},
       // A list of 24 bytes for each place of all dimensions but one: 240 MB here.
       {"aten::softmax.int",
        {at::sparse_coo_tensor(places, at::ones({1}), {10000, 1000, 1}), 2, none}},
