@@ -5,10 +5,12 @@
 #include <ATen/ops/full.h>
 #include <c10/core/Device.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -90,6 +92,7 @@ void ExpectExits(const std::vector<std::string>& ways) {
   int exits = kExits;
   if (const char* const said = std::getenv("DISTGRAD_EXITS"); said != nullptr) {
     ASSERT_TRUE(absl::SimpleAtoi(said, &exits)) << said;
+    ASSERT_GE(exits, static_cast<int>(ways.size())) << "not each way to exit would be tried";
   }
   for (int i = 0; i < exits; ++i) {
     const std::string& way = ways[i % ways.size()];
@@ -97,6 +100,22 @@ void ExpectExits(const std::vector<std::string>& ways) {
     ASSERT_EQ(child.Wait(), kOwnStatus) << way << ", exit " << i + 1 << " of " << exits;
   }
   testing::Test::RecordProperty("exits", exits);
+}
+
+// Fewer than one for each way would pass, and have shown nothing of the others.
+TEST(ExitTest, TooFewExitsAreAnError) {
+  const char* const said = std::getenv("DISTGRAD_EXITS");
+  const std::optional<std::string> before =
+      said == nullptr ? std::nullopt : std::optional<std::string>(said);
+  for (const char* const exits : {"-1", "0", "1"}) {
+    setenv("DISTGRAD_EXITS", exits, 1);
+    EXPECT_FATAL_FAILURE(ExpectExits({"made", "copy"}), "not each way to exit would be tried");
+  }
+  if (before.has_value()) {
+    setenv("DISTGRAD_EXITS", before->c_str(), 1);
+  } else {
+    unsetenv("DISTGRAD_EXITS");
+  }
 }
 
 TEST(ExitTest, RightAfterASum) {
