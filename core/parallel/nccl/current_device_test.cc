@@ -24,24 +24,41 @@
 namespace distgrad {
 namespace {
 
+// How often the guard of an abort calls cudaSetDevice() on a thread for deadlines that has its
+// preset.
+size_t SetDevicesOfAGuard(c10::Device device) {
+  const auto clock = NewSystemClock();
+  EXPECT_TRUE(clock.ok()) << clock.status();
+  MakeCurrentDevice(device, clock->get());
+  size_t calls = 0;
+  absl::Notification ended;
+  (*clock)->At((*clock)->Now(), [&] {
+    const size_t before = fake_cuda::SetDevices();
+    const OnDevice on_device(device);
+    calls = fake_cuda::SetDevices() - before;
+    ended.Notify();
+  });
+  ended.WaitForNotification();
+  return calls;
+}
+
+// Whether it has a context, as the third one has, or none, as the second one.
+TEST(CurrentDeviceTest, ItIsPresetOnOtherGpusThanTheFirst) {
+  std::thread([] { c10::cuda::set_device(2); }).join();
+  for (const int index : {1, 2}) {
+    const c10::Device gpu(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+    ASSERT_EQ(fake_cuda::HasContext(index), index == 2);
+    EXPECT_EQ(SetDevicesOfAGuard(gpu), 0u) << gpu;
+  }
+}
+
 // As the thread for deadlines of a group, which has its preset before the group connects.
 TEST(CurrentDeviceTest, ItIsPresetBeforeTheGpuHasAContext) {
   const c10::Device first(c10::kCUDA, 0);
   ASSERT_GT(c10::cuda::device_count(), 0);
   ASSERT_FALSE(fake_cuda::HasContext(0));
-  const auto clock = NewSystemClock();
-  ASSERT_TRUE(clock.ok()) << clock.status();
-  MakeCurrentDevice(first, clock->get());
-  size_t calls = 0;
-  absl::Notification ended;
-  (*clock)->At((*clock)->Now(), [&] {
-    const size_t before = fake_cuda::SetDevices();
-    const OnDevice on_device(first);
-    calls = fake_cuda::SetDevices() - before;
-    ended.Notify();
-  });
-  ended.WaitForNotification();
-  EXPECT_EQ(calls, 0u) << "this may stand still behind the kernel that is to be aborted";
+  EXPECT_EQ(SetDevicesOfAGuard(first), 0u)
+      << "this may stand still behind the kernel that is to be aborted";
 }
 
 // The GPU is not the first one, which is the current one of each new thread.
