@@ -27,6 +27,7 @@
 #include "core/parallel/nccl/nccl_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/fake_device/fake_device.h"
 #include "tests/testing/no_threads.h"
 
@@ -383,6 +384,28 @@ TEST_F(NcclCollectivesTest, WhatRunsAndHasNoTimerIsAborted) {
     EXPECT_EQ(collectives.status(), status);
     EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("broadcast"), "abort"));
   }
+}
+
+// With threads of its own, which its deadlines need. Whatever there is no memory for.
+TEST_F(NcclCollectivesTest, AListThatThereIsNoMemoryForIsAnError) {
+  bool thrown = true;
+  int failures = 0;
+  for (int nth = 0; thrown; ++nth) {
+    std::vector<c10::Device> devices = devices_;
+    NcclPlatform platform = Platform();
+    auto order = std::make_shared<NcclOrder>();
+    absl::StatusOr<std::shared_ptr<NcclCommunicators>> made;
+    FailAllocation(nth);
+    EXPECT_NO_THROW(made = NcclCommunicators::Create(std::move(devices), absl::Minutes(5),
+                                                     std::move(platform), std::move(order)))
+        << nth;
+    thrown = FailAllocation(-1);
+    EXPECT_EQ(made.ok(), !thrown) << nth << ": " << made.status();
+    if (!thrown) break;
+    EXPECT_EQ(made.status().code(), absl::StatusCode::kResourceExhausted) << made.status();
+    ++failures;
+  }
+  EXPECT_GT(failures, 2) << "its threads alone need some";
 }
 
 // NCCL is not ready while it connects to a device for a later one.

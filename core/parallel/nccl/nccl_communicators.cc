@@ -12,6 +12,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "core/base/status.h"
 #include "core/parallel/nccl/current_device.h"
@@ -73,31 +74,34 @@ c10::Stream NcclOrder::StreamOf(c10::Device device) {
 absl::StatusOr<std::shared_ptr<NcclCommunicators>> NcclCommunicators::Create(
     std::vector<c10::Device> devices, absl::Duration timeout, NcclPlatform platform,
     std::shared_ptr<NcclOrder> order, Clock* clock, Clock* query_clock) {
-  std::shared_ptr<NcclCommunicators> made(
-      new NcclCommunicators(std::move(devices), std::move(platform), std::move(order)));
-  if (clock == nullptr) {
-    DG_ASSIGN_OR_RETURN(made->own_clock_, NewSystemClock());
-    DG_ASSIGN_OR_RETURN(made->own_query_clock_, NewSystemClock());
-  }
-  made->clock_ = clock != nullptr ? clock : made->own_clock_.get();
-  made->query_clock_ = query_clock != nullptr ? query_clock
-                       : clock != nullptr     ? clock
-                                              : made->own_query_clock_.get();
+  std::shared_ptr<NcclCommunicators> made;
   try {
+    made.reset(new NcclCommunicators(std::move(devices), std::move(platform), std::move(order)));
+    if (clock == nullptr) {
+      DG_ASSIGN_OR_RETURN(made->own_clock_, NewSystemClock());
+      DG_ASSIGN_OR_RETURN(made->own_query_clock_, NewSystemClock());
+    }
+    made->clock_ = clock != nullptr ? clock : made->own_clock_.get();
+    made->query_clock_ = query_clock != nullptr ? query_clock
+                         : clock != nullptr     ? clock
+                                                : made->own_query_clock_.get();
     DG_ASSIGN_OR_RETURN(auto group, made->platform_.start(made->devices_));
     for (const c10::Device device : made->devices_) {
       made->streams_.push_back(made->order_->StreamOf(device));
     }
-    absl::MutexLock lock(&made->mu_);
-    made->group_ = std::move(group);
+    {
+      absl::MutexLock lock(&made->mu_);
+      made->group_ = std::move(group);
+    }
+    DG_RETURN_IF_ERROR(made->AwaitReady("setting up", timeout));
+    if (made->own_clock_ != nullptr) {
+      MakeCurrentDevice(made->devices_[0], made->own_clock_.get());
+    }
+    return made;
   } catch (...) {
-    return Annotate(StatusFromException(std::current_exception()), made->name_);
+    return Annotate(StatusFromException(std::current_exception()),
+                    made != nullptr ? absl::string_view(made->name_) : "NCCL");
   }
-  DG_RETURN_IF_ERROR(made->AwaitReady("setting up", timeout));
-  if (made->own_clock_ != nullptr) {
-    MakeCurrentDevice(made->devices_[0], made->own_clock_.get());
-  }
-  return made;
 }
 
 NcclCommunicators::NcclCommunicators(std::vector<c10::Device> devices, NcclPlatform platform,
