@@ -431,9 +431,11 @@ absl::StatusOr<c10::Device> NcclDevice() {
 }
 
 NewBackend NewNcclBackend(const BackendPlace& place) {
+  // Before its threads begin: one of them asks CUDA for the GPU.
+  const Deadline deadline = Deadline::After(place.connect_timeout);
   const auto communicator =
       std::make_shared<Communicator>(place, c10::Device(c10::kCUDA, c10::cuda::current_device()));
-  communicator->Connect(place, Deadline::After(place.connect_timeout));
+  communicator->Connect(place, deadline);
   return {.backend = c10::make_intrusive<Nccl>(place.rank, place.size, communicator),
           .may_begin = [communicator] { return communicator->MayBegin(); },
           .begins_may_wait = true};

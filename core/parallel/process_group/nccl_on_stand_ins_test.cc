@@ -12,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -37,6 +38,7 @@
 #include "tests/testing/fail_allocation.h"
 #include "tests/testing/fake_cuda/fake_cuda.h"
 #include "tests/testing/fake_nccl/fake_nccl.h"
+#include "tests/testing/forwarding_store.h"
 
 namespace distgrad {
 namespace {
@@ -227,6 +229,39 @@ TEST(NcclOnStandInsTest, ACollectiveThatCannotBeginHoldsUpNoOtherGroup) {
   }
   for (const auto& group : groups) group->Fail(absl::DataLossError("no disk"));
   for (std::thread& thread : begins) thread.join();
+}
+
+// Knows until when rank 0 may take to say how NCCL reaches it, and when a thread had got its GPU
+// before that.
+class WatchedStore final : public ForwardingStore {
+ public:
+  WatchedStore() : ForwardingStore(NewInProcessStore()) {}
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    end_ = deadline.at();
+    last_set_device_ = fake_cuda::LastSetDeviceTime();
+    return ForwardingStore::Set(key, value, deadline);
+  }
+  Deadline::Clock::time_point end() const { return end_; }
+  Deadline::Clock::time_point last_set_device() const { return last_set_device_; }
+
+ private:
+  Deadline::Clock::time_point end_, last_set_device_;
+};
+
+// The time to connect includes what the driver takes for that thread.
+TEST(NcclOnStandInsTest, AGroupsThreadsGetTheirGpuWithinTheTimeToConnect) {
+  const c10::DeviceGuard guard(Gpu(1));
+  const auto store = std::make_shared<WatchedStore>();
+  const auto timeout = std::chrono::minutes(5);
+  const size_t before = fake_cuda::SetDevices();
+  const NewBackend alone = NewNcclBackend({.store = store,
+                                           .timeout = absl::Minutes(5),
+                                           .connect_timeout = absl::FromChrono(timeout),
+                                           .host = "",
+                                           .failed_elsewhere = [] { return absl::OkStatus(); }});
+  ASSERT_GT(fake_cuda::SetDevices(), before);
+  EXPECT_LE(store->end() - timeout, store->last_set_device())
+      << "it has begun when the thread had its GPU";
 }
 
 TEST(NcclOnStandInsTest, ASumThatARankDoesNotJoinEndsInTime) {

@@ -9,6 +9,7 @@
 #ifndef DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
 #define DISTGRAD_TESTS_TESTING_FAKE_CUDA_FAKE_CUDA_H_
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -39,9 +40,11 @@ size_t PageableBytes();
 size_t Waits();
 
 // Whether the process has a context on the device: it has from the first cudaSetDevice() of it on,
-// as since CUDA 12, or from what a thread did first whose current device it is: memory, a query of
-// an event or a wait for one, a question after a capture, another mode of captures.
+// as since CUDA 12, or from what a thread did first whose current device it is: anything but
+// questions about the machine, of what the stand-in has.
 bool HasContext(int device);
+// When a thread has last called cudaSetDevice().
+std::chrono::steady_clock::time_point LastSetDeviceTime();
 
 // How often threads have called cudaSetDevice(), which may stand still with the driver.
 size_t SetDevices();

@@ -2,6 +2,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,8 +21,10 @@ thread_local size_t last_set_device = 0;
 
 std::atomic<bool> contexts[kDevices];
 std::atomic<size_t> set_devices{0};
+std::atomic<std::chrono::steady_clock::time_point> last_set_device_time{};
 
-// A call that needs a context makes one on the thread's current device.
+// A call that needs a context makes one on the thread's current device, as far as is known: more
+// rather than fewer.
 void MakeContext() { contexts[current_device] = true; }
 
 cudaError_t Fail(cudaError_t error) { return last_error = error; }
@@ -74,6 +77,8 @@ namespace distgrad::fake_cuda {
 
 bool HasContext(int device) { return contexts[device]; }
 
+std::chrono::steady_clock::time_point LastSetDeviceTime() { return last_set_device_time; }
+
 size_t SetDevices() { return set_devices; }
 
 size_t LastSetDevice() { return last_set_device; }
@@ -95,6 +100,7 @@ cudaError_t cudaSetDevice(int device) {
   last_set_device = ++set_devices;
   current_device = device;
   contexts[device] = true;
+  last_set_device_time = std::chrono::steady_clock::now();
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
@@ -129,8 +135,12 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
   *can = 1;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
+cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
+  MakeContext();
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() {
+  MakeContext();
   if (Refused()) return Refusal();
   ++machine().waits;
   machine().WaitOnHostForDevice(current_device);
@@ -178,6 +188,7 @@ cudaError_t cudaMalloc(void** data, size_t size) {
   return *data != nullptr ? cudaSuccess : Fail(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFree(void* data) {
+  MakeContext();
   if (Refused()) return Refusal();
   return data == nullptr || machine().Free(data) ? cudaSuccess : Fail(cudaErrorInvalidValue);
 }
@@ -190,11 +201,13 @@ cudaError_t cudaHostAlloc(void** data, size_t size, unsigned) {
 cudaError_t cudaMallocHost(void** data, size_t size) { return cudaHostAlloc(data, size, 0); }
 cudaError_t cudaFreeHost(void* data) { return cudaFree(data); }
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  MakeContext();
   *total = kDeviceBytes;
   *free = kDeviceBytes - machine().used(current_device);
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* data) {
+  MakeContext();
   const Range range = machine().Find(data);
   *attributes = {};
   attributes->type = range.data == nullptr ? cudaMemoryTypeUnregistered
@@ -207,49 +220,59 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind,
                             cudaStream_t stream) {
+  MakeContext();
   return Copy(to, from, size, StreamOf(stream));
 }
 cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int, size_t size,
                                 cudaStream_t stream) {
+  MakeContext();
   return Copy(to, from, size, StreamOf(stream));
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind) {
+  MakeContext();
   if (Refused()) return Refusal();
   Copy(to, from, size, StreamOf(nullptr));
   Synchronize(StreamOf(nullptr));
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* data, int value, size_t size, cudaStream_t stream) {
+  MakeContext();
   machine().Run(StreamOf(stream), [=] { std::memset(machine().Bytes(data), value, size); });
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  MakeContext();
   *stream = reinterpret_cast<cudaStream_t>(
       machine().NewStream(current_device, /*blocking=*/(flags & cudaStreamNonBlocking) == 0));
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  MakeContext();
   machine().Delete(StreamOf(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  MakeContext();
   if (IsBroken()) return Breakage();
   if (Refused(StreamOf(stream))) return Refusal();
   return machine().IsIdle(StreamOf(stream)) ? cudaSuccess : Fail(cudaErrorNotReady);
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  MakeContext();
   if (Refused(StreamOf(stream))) return Refusal();
   ++machine().waits;
   Synchronize(StreamOf(stream));
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  MakeContext();
   if (EventOf(event)->mark != nullptr) machine().Wait(StreamOf(stream), EventOf(event)->mark);
   return cudaSuccess;
 }
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data,
                                   unsigned) {
+  MakeContext();
   machine().Run(StreamOf(stream), [=] { callback(stream, cudaSuccess, data); });
   return cudaSuccess;
 }
@@ -268,6 +291,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status,
                                      unsigned long long*, cudaGraph_t*,  // NOLINT: CUDA's type
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  MakeContext();
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
@@ -278,15 +302,18 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  MakeContext();
   *event = reinterpret_cast<cudaEvent_t>(new Event);
   return cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  MakeContext();
   delete EventOf(event);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  MakeContext();
   EventOf(event)->mark = machine().MarkEndOf(StreamOf(stream));
   return cudaSuccess;
 }
