@@ -107,13 +107,18 @@ absl::Status Measure(const Settings& settings) {
 
 int Main(int argc, char** argv) {
   Settings settings;
+  // A list that took what comes after it would take the -- as well.
   CLI::App app("Measures the example transformer over two hosts with a slow link between them.");
   app.add_option("--rates", settings.rates, "Of the link, as tc writes them; none: no limit")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->allow_extra_args(false);
   app.add_option("--stages", settings.stages, "Half of them on each host")
       ->delimiter(',')
+      ->allow_extra_args(false)
       ->check(CLI::IsMember({2, 4, 6, 8}));
-  app.add_option("--schedules", settings.schedules, "As those of the example")->delimiter(',');
+  app.add_option("--schedules", settings.schedules, "As those of the example")
+      ->delimiter(',')
+      ->allow_extra_args(false);
   app.add_option("--rounds", settings.rounds, "How many runs a median is of")
       ->check(CLI::Range(1, 100));
   app.add_option("options", settings.more, "Options of the example, behind a --");
