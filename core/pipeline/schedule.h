@@ -93,10 +93,10 @@ absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_
 // waits for its I.
 absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches);
 
-// ZeroBubbleH1() with twice as many forwards ahead: ZB-H2 of the same paper, but that no rank begins
-// the next batch before all are through with this one. A rank so has work while the first gradients
-// come back, and what comes late holds up less. Where M >= 2 (S - 1) a rank is idle for (S - 1) F,
-// if I takes no less than F and W. For that each rank holds min(M, 2 S - 1) activations.
+// ZeroBubbleH1() with twice as many forwards ahead: ZB-H2 of the same paper, but that no rank
+// begins the next batch before all are through with this one. A rank so has work while the first
+// gradients come back, and what comes late holds up less. Where M >= 2 (S - 1) a rank is idle for
+// (S - 1) F, if I takes no less than F and W. For that each rank holds min(M, 2 S - 1) activations.
 absl::StatusOr<Schedule> ZeroBubbleH2(int stages, int micro_batches);
 
 // The schedule without backward, for evaluation, with the stages where another has them.
