@@ -11,13 +11,13 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "core/base/status.h"
+#include "core/tensor/find_operator.h"
 
 namespace distgrad {
 namespace {
@@ -29,13 +29,6 @@ constexpr int64_t kStep = int64_t{1} << 31;      // between windows, or beside t
 constexpr int64_t kFactor = int64_t{1} << 20;
 constexpr int64_t kBound = int64_t{1} << 61;  // the difference of two has 63 bits
 constexpr double kLeastScale = 1e-6, kMostScale = 1e6;
-
-std::optional<c10::OperatorHandle> FindOperator(absl::string_view name) {
-  const size_t dot = name.find('.');
-  return c10::Dispatcher::singleton().findSchema(
-      {std::string(name.substr(0, dot)),
-       dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1))});
-}
 
 // Without its namespace, its overload and what says that it writes.
 absl::string_view BaseOf(absl::string_view name) {

@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "core/tensor/find_operator.h"
 
 namespace distgrad {
 namespace {
@@ -67,14 +67,6 @@ int64_t SizeOf(const at::Tensor& tensor, absl::Span<const c10::IValue> args, siz
 
 // The pieces of a size of which each has `piece`, the last one perhaps less.
 int64_t PiecesOf(int64_t size, int64_t piece) { return (size - 1) / piece + 1; }
-
-// An operator with its overload; none if there is none of that name.
-std::optional<c10::OperatorHandle> FindOperator(absl::string_view name) {
-  const size_t dot = name.find('.');
-  return c10::Dispatcher::singleton().findSchema(
-      {std::string(name.substr(0, dot)),
-       dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1))});
-}
 
 // nullptr if there is none of that name.
 const c10::FunctionSchema* SchemaOf(absl::string_view name) {
