@@ -117,20 +117,25 @@ void TimeSteps() {
   Print(row);
 }
 
-void TimeCalls() {
-  Cluster cluster(
-      {.workers = 2, .transport = "socket", .device_maps = {{"worker1", {{kGpu, kGpu}}}}});
+// With the channel for GPUs, or by way of the CPU, which is compared up to 128 MiB.
+void TimeCalls(bool channel) {
+  Cluster cluster({.workers = 2,
+                   .transport = "socket",
+                   .device_maps = {{"worker1", {{kGpu, kGpu}}}},
+                   .gpu_channel = channel});
   const absl::Status registered = cluster[1].Register(
       "take", [](Request& /*request*/) -> absl::StatusOr<Message> { return Message(); });
   DG_CHECK(registered.ok()) << registered;
-  for (int64_t bytes = 4096; bytes <= int64_t{1} << 30; bytes *= 8) {
+  const int64_t most = int64_t{1} << (channel ? 30 : 27);
+  for (int64_t bytes = 4096; bytes <= most; bytes *= 8) {
     const Tensor tensor = at::rand({bytes / 4}, kGpu);
     Row row;
     const bool inlined = static_cast<size_t>(bytes) <= kInlineBytes;
-    row.name =
-        absl::StrCat("call with a tensor of ", bytes, " bytes from GPU to GPU, ",
-                     inlined ? "in the packet, by way of the host" : "by the channel for GPUs",
-                     "; torch: to the host and back");
+    row.name = absl::StrCat("call with a tensor of ", bytes, " bytes from GPU to GPU, ",
+                            inlined   ? "in the packet, by way of the host"
+                            : channel ? "by the channel for GPUs"
+                                      : "by way of the CPU",
+                            "; torch: to the host and back");
     row.bytes = static_cast<double>(bytes);
     const int calls = bytes > (int64_t{64} << 20) ? 5 : 20;
     row.ours = Seconds(
@@ -209,7 +214,8 @@ int Main(int argc, char** argv) {
   }
   TimeCopies();
   TimeSteps();
-  TimeCalls();
+  TimeCalls(/*channel=*/true);
+  TimeCalls(/*channel=*/false);
   TimeCollectives();
   return 0;
 }

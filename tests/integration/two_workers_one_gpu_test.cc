@@ -166,8 +166,7 @@ class TwoWorkersOneGpuTest : public testing::TestWithParam<bool> {
     ASSERT_TRUE(node.ok()) << node.status();
     here_ = *std::move(node);
     ASSERT_EQ(child_->ReadLine(), "ready");
-    const auto entry =
-        here_.worker->store()->Get("worker/1", Deadline::After(absl::Seconds(10)));
+    const auto entry = here_.worker->store()->Get("worker/1", Deadline::After(absl::Seconds(10)));
     ASSERT_TRUE(entry.ok()) << entry.status();
     EXPECT_EQ(absl::StrContains(*entry, "#gpus="), GetParam()) << *entry;
   }
@@ -187,8 +186,7 @@ TEST_P(TwoWorkersOneGpuTest, TensorsAndGradientsGoFromProcessToProcess) {
   for (const int64_t size : {0, 1, 1024, 1025, 5000, 262144, 1000001, 30000000}) {
     const Tensor x = at::rand({size}, kGpu).requires_grad_();
     const Context context = here_.worker->NewContext();
-    const auto reply =
-        here_.worker->Call("worker1", "double", {"", {x}}, {.context = &context});
+    const auto reply = here_.worker->Call("worker1", "double", {"", {x}}, {.context = &context});
     ASSERT_TRUE(reply.ok()) << size << ": " << reply.status();
     EXPECT_EQ(reply->tensors[0].device(), kGpu);
     EXPECT_TRUE(reply->tensors[0].detach().equal(x.detach() * 2)) << size;
@@ -202,9 +200,9 @@ TEST_P(TwoWorkersOneGpuTest, TensorsAndGradientsGoFromProcessToProcess) {
 TEST_P(TwoWorkersOneGpuTest, APipelineTrainsAsOneProcess) {
   const auto schedule = ZeroBubbleH2(2, kMicroBatches);
   ASSERT_TRUE(schedule.ok()) << schedule.status();
-  const auto pipeline = Pipeline::Create(
-      here_.worker.get(),
-      {.name = "model", .workers = {"worker0", "worker1"}, .schedule = *schedule});
+  const auto pipeline =
+      Pipeline::Create(here_.worker.get(),
+                       {.name = "model", .workers = {"worker0", "worker1"}, .schedule = *schedule});
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   nn::Sequential front = Layers(0), back = Layers(1);
   Tensors parameters = front->parameters();
@@ -218,7 +216,8 @@ TEST_P(TwoWorkersOneGpuTest, APipelineTrainsAsOneProcess) {
     ASSERT_TRUE(here_.optimizer->Step(context).ok());
 
     alone.zero_grad();
-    const Tensors inputs = batch.inputs.chunk(kMicroBatches), labels = batch.labels.chunk(kMicroBatches);
+    const Tensors inputs = batch.inputs.chunk(kMicroBatches),
+                  labels = batch.labels.chunk(kMicroBatches);
     Tensor sum = at::zeros({}, kGpu);
     for (int i = 0; i < kMicroBatches; ++i) {
       const Tensor loss = Loss(back->forward(front->forward(inputs[i])), labels[i]) / kMicroBatches;

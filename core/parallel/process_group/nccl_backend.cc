@@ -32,6 +32,7 @@
 #include "core/base/deadline.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
+#include "core/base/thread.h"
 #include "core/parallel/nccl/current_device.h"
 #include "core/parallel/nccl/real_nccl_group.h"
 #include "core/parallel/process_group/new_backend.h"
@@ -51,7 +52,7 @@ constexpr absl::Duration kOthersInterval = absl::Seconds(1);
 // is asked whether it has ended.
 constexpr absl::Duration kGrace = absl::Seconds(1);
 // For the last bytes that other ranks have not taken yet when this one leaves.
-constexpr absl::Duration kFlushTimeout = absl::Seconds(5);
+constexpr absl::Duration kLeaveTimeout = absl::Seconds(5);
 // The key under which rank 0 says how NCCL reaches it.
 constexpr char kId[] = "nccl_id";
 
@@ -174,8 +175,12 @@ class Communicator {
                      "be part of; run this step outside of the capture"));
   }
 
-  // Has the other ranks get what this one has sent: what is aborted is lost.
-  void Flush() {
+  // Ends the communicator once the other ranks have got what this one has sent, which an abort
+  // would lose. One that was finalized still sends: ncclCommDestroy() waits for that, as nothing
+  // else of NCCL's does, and nothing can end it. So it has a thread of its own, which is left to
+  // itself when it takes too long.
+  void Leave() {
+    const Deadline deadline = Deadline::After(kLeaveTimeout);
     try {
       {
         absl::MutexLock lock(&mu_);
@@ -183,11 +188,32 @@ class Communicator {
         const OnDevice on_device(device_);
         Check("ncclCommFinalize", ncclCommFinalize(communicator_));
       }
-      Await("leaving", Deadline::After(kFlushTimeout), [&] { return IsReady(); });
+      Await("leaving", deadline, [&] { return IsReady(); });
+      const auto sent = std::make_shared<Sleeper>();
+      std::thread destroys;
+      {
+        absl::MutexLock lock(&mu_);
+        ThrowIfNotOk(why_);
+        destroys = ValueOrThrow(
+            StartThread("dg-nccl-leave", [communicator = communicator_, device = device_, sent] {
+              const OnDevice on_device(device);
+              ncclCommDestroy(communicator);
+              sent->Wake();
+            }));
+        communicator_ = nullptr;
+        why_ = Left();
+      }
+      const BlockingScope blocking;
+      if (sent->Sleep(deadline)) return destroys.join();
+      destroys.detach();
+      DG_LOG(WARNING) << "NCCL of " << device_.str()
+                      << ": other ranks have not taken all that this one has sent; a thread of "
+                         "NCCL's goes on with it";
     } catch (...) {
       DG_LOG(WARNING) << "NCCL of " << device_.str() << ": to leave its group failed: "
                       << StatusFromException(std::current_exception());
     }
+    Abort(Left());
   }
 
   // What waits, and comes later, fails with the first `why`.
@@ -352,8 +378,7 @@ class Nccl final : public c10d::Backend {
       if (last_ != nullptr) last_->wait();
     } catch (...) {  // NOLINT(bugprone-empty-catch): whoever waits for it hears of it
     }
-    communicator_->Flush();
-    communicator_->Abort(Left());
+    communicator_->Leave();
   }
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,

@@ -105,6 +105,25 @@ TEST(NcclBackendTest, ASumWhoseStreamIsHeldIsAbortedASecondAfterItsDeadline) {
   EXPECT_THROW(alone.backend->allreduce(tensors), std::exception);
 }
 
+// NCCL waits for the other rank on a thread of its own, which the abort ends.
+TEST(NcclBackendTest, ARankThatDoesNotConnectIsAnErrorInTime) {
+  if (c10::cuda::device_count() < 1) GTEST_SKIP() << "it needs a GPU";
+  const absl::Status status = StatusOf([] {
+    NewNcclBackend({.store = NewInProcessStore(),
+                    .rank = 0,
+                    .size = 2,
+                    .timeout = absl::Minutes(5),
+                    .connect_timeout = absl::Seconds(2),
+                    .host = "",
+                    .failed_elsewhere = [] { return absl::OkStatus(); }});
+  });
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "connecting")) << status;
+  const auto group = Join(NewInProcessStore(), 0, 1);
+  ASSERT_TRUE(group.ok()) << group.status();
+  EXPECT_TRUE((*group)->Average({at::ones({2}, (*group)->device())}).ok());
+}
+
 // A graph of torch's own, in its default mode, which ends where any thread does what is not safe
 // beside it.
 TEST(NcclBackendTest, WhatACaptureRefusesLeavesItsGraphAndItsGroupWhole) {

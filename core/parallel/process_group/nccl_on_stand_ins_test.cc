@@ -83,7 +83,7 @@ const std::string& What() {
 }
 
 TEST(NcclOnStandInsTest, RanksOfOneProcessAdd) {
-  const int finalized = fake_nccl::Finalized();
+  const int destroyed = fake_nccl::Destroyed();
   const auto store = NewInProcessStore();
   OnRanks(3, [&](int rank) {
     const auto group = Join(store, rank, 3);
@@ -99,8 +99,23 @@ TEST(NcclOnStandInsTest, RanksOfOneProcessAdd) {
     }
   });
   EXPECT_EQ(fake_nccl::Communicators(), 0) << "a group that is gone has left some";
-  EXPECT_EQ(fake_nccl::Finalized() - finalized, 3)
+  EXPECT_EQ(fake_nccl::Destroyed() - destroyed, 3)
       << "what other ranks have not taken yet would be lost";
+}
+
+TEST(NcclOnStandInsTest, WhoLeavesDoesNotWaitForEverUntilAllIsTaken) {
+  const int before = fake_nccl::Communicators();
+  {
+    const fake_nccl::Untaken untaken;
+    auto group = Join(NewInProcessStore(), 0, 1);
+    ASSERT_TRUE(group.ok()) << group.status();
+    const at::Tensor tensor = On(0, 1);
+    const auto running = (*group)->BeginSum(tensor, What());
+    ASSERT_TRUE(running.ok() && (*group)->Wait(**running).ok());
+    group->reset();
+    EXPECT_EQ(fake_nccl::Communicators() - before, 1) << "its communicator sends for as long";
+  }
+  while (fake_nccl::Communicators() > before) absl::SleepFor(absl::Milliseconds(1));
 }
 
 TEST(NcclOnStandInsTest, GroupsMayBeUsedInAnyOrder) {

@@ -1,6 +1,7 @@
 // The functions of NCCL that distgrad calls, for communicators of one process that do not block.
 #include "tests/testing/fake_nccl/fake_nccl.h"
 
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -57,11 +58,13 @@ std::mutex mu;
 // All guarded by mu.
 std::map<std::string, std::shared_ptr<Clique>> cliques;
 int communicators = 0;
-int finalized = 0;
+int destroyed = 0;
 int elsewhere = 0;
 size_t set_device = 0;
 int begun = 0;
 int silent = 0;
+int untaken = 0;
+std::condition_variable taken;
 int failing = 0;
 bool file = false;
 uint64_t ids = 0;
@@ -145,6 +148,22 @@ void WriteTo(const Part& part, const std::vector<uint8_t>& bytes) {
   if (!bytes.empty()) std::memcpy(BytesOf(part.receive), bytes.data(), bytes.size());
 }
 
+// With mu held.
+void End(ncclComm* communicator) {
+  if (CurrentDevice() != communicator->device) ++elsewhere;
+  set_device = distgrad::fake_cuda::LastSetDevice();
+  communicator->clique->ranks.erase(communicator->rank);
+  // Its streams go on, whatever they have.
+  for (auto& [number, collective] : communicator->clique->collectives) {
+    const auto part = collective.parts.find(communicator->rank);
+    if (part == collective.parts.end()) continue;
+    part->second.done();
+    collective.parts.erase(part);
+  }
+  delete communicator;
+  --communicators;
+}
+
 }  // namespace
 
 extern "C" {
@@ -189,28 +208,26 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error)
 ncclResult_t ncclCommAbort(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclSuccess;
   const std::lock_guard<std::mutex> lock(mu);
-  if (CurrentDevice() != communicator->device) ++elsewhere;
-  set_device = distgrad::fake_cuda::LastSetDevice();
-  communicator->clique->ranks.erase(communicator->rank);
-  // Its streams go on, whatever they have.
-  for (auto& [number, collective] : communicator->clique->collectives) {
-    const auto part = collective.parts.find(communicator->rank);
-    if (part == collective.parts.end()) continue;
-    part->second.done();
-    collective.parts.erase(part);
-  }
-  delete communicator;
-  --communicators;
+  End(communicator);
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclInvalidArgument;
   const std::lock_guard<std::mutex> lock(mu);
-  ++finalized;
   if (CurrentDevice() != communicator->device) ++elsewhere;
   return ncclInProgress;
 }
+
+ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
+  if (communicator == nullptr) return ncclSuccess;
+  std::unique_lock<std::mutex> lock(mu);
+  taken.wait(lock, [] { return untaken == 0; });
+  ++destroyed;
+  End(communicator);
+  return ncclSuccess;
+}
+
 ncclResult_t ncclGroupStart() { return ncclSuccess; }
 ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 const char* ncclGetLastError(ncclComm_t) { return "nothing: this NCCL is a fake"; }
@@ -248,9 +265,9 @@ int Communicators() {
   return communicators;
 }
 
-int Finalized() {
+int Destroyed() {
   const std::lock_guard<std::mutex> lock(mu);
-  return finalized;
+  return destroyed;
 }
 
 int EndedElsewhere() {
@@ -275,6 +292,16 @@ Silence::Silence() {
 Silence::~Silence() {
   const std::lock_guard<std::mutex> lock(mu);
   --silent;
+}
+
+Untaken::Untaken() {
+  const std::lock_guard<std::mutex> lock(mu);
+  ++untaken;
+}
+Untaken::~Untaken() {
+  const std::lock_guard<std::mutex> lock(mu);
+  --untaken;
+  taken.notify_all();
 }
 
 Failure::Failure() {

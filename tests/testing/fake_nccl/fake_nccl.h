@@ -12,8 +12,8 @@ namespace distgrad::fake_nccl {
 // How many communicators were made and have not been ended.
 int Communicators();
 
-// How many were told to send what they still have before they end.
-int Finalized();
+// How many have ended after they had sent what they had: others were aborted.
+int Destroyed();
 
 // How often a communicator was ended, or told to, by a thread with another current device than the
 // communicator's: NCCL makes that one current in the end, which makes a context on it.
@@ -33,6 +33,16 @@ class Silence {
   ~Silence();
   Silence(const Silence&) = delete;
   Silence& operator=(const Silence&) = delete;
+};
+
+// While it lives, no rank takes what another one has sent: none can be destroyed, as against
+// aborted.
+class Untaken {
+ public:
+  Untaken();
+  ~Untaken();
+  Untaken(const Untaken&) = delete;
+  Untaken& operator=(const Untaken&) = delete;
 };
 
 // While it lives, every communicator says that a remote rank has gone.
