@@ -154,7 +154,8 @@ std::optional<at::Device> FirstGpu(absl::Span<const at::Tensor> tensors) {
 
 bool IsSmallOnGpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided &&
-         tensor.nbytes() <= kInlineBytes && IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
+         tensor.nbytes() <= kGpuInlineBytes &&
+         IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
 }
 
 // What is read in the order of a stream that is captured would be read when the graph runs. To wait

@@ -73,7 +73,7 @@ class GpuMessageTest : public testing::Test {
 };
 
 TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
-  const at::Tensor matrix = at::rand({100, 200}, at::kDouble);
+  const at::Tensor matrix = at::rand({400, 400}, at::kDouble);
   struct Case {
     std::string name;
     at::Tensor on_host;
@@ -81,17 +81,20 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
     bool stays;
   };
   const at::Tensor there = matrix.to(Gpu(1));
-  const at::Tensor row = at::rand({1, 2000}), small = at::rand({1024});
+  const at::Tensor row = at::rand({1, 20000}), small = at::rand({1024});
+  const at::Tensor most = at::rand({65536}), more = at::rand({65537});
   std::vector<Case> cases = {
       {"whole", matrix, there, true},
-      {"slice", matrix.slice(0, 10, 60), there.slice(0, 10, 60), true},
+      {"slice", matrix.slice(0, 10, 160), there.slice(0, 10, 160), true},
       {"transposed", matrix.t(), there.t(), true},
-      {"expanded", row.expand({7, 2000}), row.to(Gpu(0)).expand({7, 2000}), true},
+      {"expanded", row.expand({7, 20000}), row.to(Gpu(0)).expand({7, 20000}), true},
       {"half", row.to(at::kHalf), row.to(at::kHalf).to(Gpu(2)), false},
       {"larger half", matrix.to(at::kHalf), matrix.to(at::kHalf).to(Gpu(2)), true},
       {"complex", matrix.to(at::kComplexFloat), matrix.to(at::kComplexFloat).to(Gpu(2)), true},
       {"bools", matrix > 0.5, (matrix > 0.5).to(Gpu(0)), false},
       {"small", small, small.to(Gpu(2)), false},
+      {"the most", most, most.to(Gpu(0)), false},
+      {"more", more, more.to(Gpu(0)), true},
       {"no element", at::empty({0, 3}), at::empty({0, 3}, Gpu(1)), false},
       {"one", row[0][0], row[0][0].to(Gpu(1)), false},
       {"host", matrix, matrix, false},
@@ -170,7 +173,7 @@ TEST_F(GpuMessageTest, SmallTensorsAreWaitedForTogether) {
 }
 
 TEST_F(GpuMessageTest, WithoutTheChannelAllGoByWayOfTheCpu) {
-  const at::Tensor x = at::rand({5000}), there = x.to(Gpu(0));
+  const at::Tensor x = at::rand({100000}), there = x.to(Gpu(0));
   Packet packet;
   const size_t before = fake_cuda::PageableBytes();
   ASSERT_TRUE(AppendMessage({"", {there}}, &packet, Shifted(false)).ok());
@@ -186,7 +189,7 @@ TEST_F(GpuMessageTest, TheStreamIsTheCurrentOne) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
   const c10::StreamGuard guard(stream);
   Packet packet;
-  ASSERT_TRUE(AppendMessage({"", {at::rand({5000}).to(Gpu(0))}}, &packet, Shifted()).ok());
+  ASSERT_TRUE(AppendMessage({"", {at::rand({100000}).to(Gpu(0))}}, &packet, Shifted()).ok());
   EXPECT_EQ(packet.segments.at(0).stream, stream.native_handle());
 }
 
@@ -259,7 +262,7 @@ class CapturingThread {
 
 TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
-  const at::Tensor small = at::rand({10}), large = at::rand({5000}), bools = large > 0.5;
+  const at::Tensor small = at::rand({10}), large = at::rand({100000}), bools = large > 0.5;
   const Message message = {"", {small.to(Gpu(0)), large.to(Gpu(1)), bools.to(Gpu(2))}};
   Packet packet;
   {
@@ -300,8 +303,8 @@ TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
 // TensorPipe ends the process where a copy that it has begun cannot be waited for.
 TEST_F(GpuMessageTest, WhatIsCapturedIsNotSentAndItsGraphIsLeftAlone) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
-  const at::Tensor on_other = at::rand({5000}).to(Gpu(1));
-  for (const int64_t size : {10, 5000}) {
+  const at::Tensor on_other = at::rand({100000}).to(Gpu(1));
+  for (const int64_t size : {10, 100000}) {
     const Message message = {"", {at::Tensor(), on_other, at::rand({size}).to(Gpu(0))}};
     Packet packet;
     packet.bytes = "what was there";
@@ -339,17 +342,17 @@ TEST_F(GpuMessageTest, HostileSegments) {
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "its segment is on cuda:")) << status;
   };
-  const at::Tensor x = at::rand({5000});
+  const at::Tensor x = at::rand({100000});
   refused(x, 0, Shifted());                     // belongs on the CPU
   refused(x.to(Gpu(0)), 0, Shifted());          // belongs on GPU 1
   refused((x > 0.5).to(Gpu(0)), 1, Shifted());  // bools have to be looked at
-  refused(at::sparse_coo_tensor(at::arange(5000).unsqueeze(0), x, {5000}), 1, Shifted());
+  refused(at::sparse_coo_tensor(at::arange(100000).unsqueeze(0), x, {100000}), 1, Shifted());
   // The wrong size.
   Packet packet;
   ASSERT_TRUE(AppendMessage({"", {x.to(Gpu(0))}}, &packet, Shifted()).ok());
   packet.segments[0] = gpus_->Allocate(1, 5000).value();
   const absl::Status status = Read(packet).status();
-  EXPECT_TRUE(absl::StrContains(status.message(), "needs 20000 bytes")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "needs 400000 bytes")) << status;
 }
 
 }  // namespace

@@ -15,8 +15,8 @@
 // knows of a tensor is not sent: it arrives without history and without requires_grad.
 //
 // Tensors of an accelerator arrive on the device that the sender's DeviceMap gives for theirs. They
-// go by way of the CPU; where the map carries GPUs, strided ones of more than kInlineBytes are
-// segments of a GPU (but for bools and parts of sparse tensors, which the reader has to read).
+// go by way of the CPU; where the map carries GPUs, strided ones of more than kGpuInlineBytes
+// are segments of a GPU (but for bools and parts of sparse tensors, which the reader has to read).
 //
 // All functions here are thread-safe.
 #ifndef DISTGRAD_CORE_TENSOR_MESSAGE_CODEC_H_
@@ -45,6 +45,9 @@ struct MessageLimits {
 
 // Tensors of up to this many bytes are copied into Packet::bytes; each larger one is a segment.
 inline constexpr size_t kInlineBytes = 4096;
+// Tensors on a GPU of up to this many bytes are copied to the host: up to there two copies take
+// less time than the messages of a channel for GPUs. Measured (docs/cuda.md).
+inline constexpr size_t kGpuInlineBytes = 256 << 10;
 
 // Hands out the segments of a packet in their order. Not thread-safe.
 class SegmentReader {

@@ -56,7 +56,7 @@ TEST(AcceleratorsTest, TensorsGoFromGpuToGpu) {
                               return Message{"", {r.message.tensors[0] * 2}};
                             })
                   .ok());
-  for (const int64_t size : {1, 5000, 1000000, 30000000}) {
+  for (const int64_t size : {1, 5000, 100000, 1000000, 30000000}) {
     const at::Tensor x = at::rand({size}, gpu).requires_grad_();
     const Context context = cluster[0].NewContext();
     auto reply = cluster[0].Call("worker1", "double", {"", {x}}, {.context = &context});

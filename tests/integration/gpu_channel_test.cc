@@ -23,7 +23,7 @@
 namespace distgrad {
 namespace {
 
-constexpr int64_t kBytes = 40 * 50 * sizeof(float);
+constexpr int64_t kBytes = 400 * 500 * sizeof(float);
 
 at::Device Gpu(int index) { return {at::kCUDA, static_cast<c10::DeviceIndex>(index)}; }
 
@@ -62,7 +62,7 @@ TEST(GpuChannelTest, CallsRepliesAndGradientsStayOnGpus) {
   Cluster cluster(Crossed(/*gpu_channel=*/true));
   RegisterEcho(cluster[1]);
   for (int i = 0; i < fake_cuda::kDevices; ++i) {
-    const at::Tensor on_host = at::rand({40, 50});
+    const at::Tensor on_host = at::rand({400, 500});
     const at::Tensor x = on_host.to(Gpu(i)).requires_grad_();
     Context context = cluster[0].NewContext();
     const Staged by_call;
@@ -81,7 +81,7 @@ TEST(GpuChannelTest, CallsRepliesAndGradientsStayOnGpus) {
     const absl::StatusOr<at::Tensor> gradient = context.Gradient(x);
     ASSERT_TRUE(gradient.ok()) << gradient.status();
     EXPECT_EQ(gradient->device(), Gpu(i));
-    EXPECT_TRUE(gradient->cpu().equal(at::full({40, 50}, 3.0f)));
+    EXPECT_TRUE(gradient->cpu().equal(at::full({400, 500}, 3.0f)));
   }
 }
 
@@ -102,7 +102,7 @@ TEST(GpuChannelTest, TheOtherWayRoundAndSeveralAtOnce) {
   std::vector<at::Tensor> on_host;
   std::vector<Future<Message>> replies;
   for (int i = 0; i < 12; ++i) {
-    on_host.push_back(at::rand({i % 2 == 0 ? 2000 : 600000}));
+    on_host.push_back(at::rand({i % 3 == 0 ? 2000 : i % 3 == 1 ? 100000 : 600000}));
     replies.push_back(cluster[1].CallAsync(
         "worker0", "echo", {"", {on_host.back().to(Gpu(i % fake_cuda::kDevices))}}));
   }
@@ -147,7 +147,7 @@ TEST(GpuChannelTest, WhoDoesWithoutGoesByWayOfTheCpu) {
   RegisterEcho(cluster[0]);
   RegisterEcho(cluster[1]);
   for (const int caller : {0, 1}) {
-    const at::Tensor on_host = at::rand({40, 50});
+    const at::Tensor on_host = at::rand({400, 500});
     const at::Tensor x = on_host.to(Gpu(0));
     const Staged staged;
     auto reply = cluster[caller].Call(1 - caller, "echo", {"", {x}});

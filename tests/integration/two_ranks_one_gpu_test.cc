@@ -53,9 +53,9 @@ const c10::Device kGpu(c10::kCUDA, 0);
 constexpr int kRanks = 2;
 constexpr int kSteps = 20;
 constexpr int kOwnStatus = 17;
-// So many numbers of 4 bytes fit into the buffers that NCCL's kernels give theirs to (4 MiB for
-// each of two channels), and not into the system's own of a connection.
-constexpr int64_t kLeft = int64_t{3} << 19;
+// Of what a rank sends and another one takes late: it fits into the buffers to which NCCL's kernels
+// give what they send, and not into those that the system has for a connection.
+constexpr int64_t kLateBytes = int64_t{64} << 20;
 // For one process, by a signal: one that hangs is not waited for until the whole test is ended.
 // More than a rank has to come and to connect, so that a deadline comes first.
 constexpr unsigned kSeconds = 50;
@@ -192,6 +192,7 @@ int RunRank(const std::string& mode, const std::string& file, int rank, int seco
   setenv("NCCL_SOCKET_IFNAME", "lo", 1);
   setenv("NCCL_IB_DISABLE", "1", 1);
   setenv("NCCL_MNNVL_ENABLE", "0", 1);
+  if (absl::StrContains(mode, "late")) setenv("NCCL_BUFFSIZE", absl::StrCat(kLateBytes).c_str(), 1);
   // What NCCL prints goes elsewhere than the lines that the parent reads.
   const int lines = dup(STDOUT_FILENO);
   dup2(STDERR_FILENO, STDOUT_FILENO);
@@ -221,12 +222,13 @@ int RunRank(const std::string& mode, const std::string& file, int rank, int seco
   say(added);
   if (mode == "add for ever") return say(AddForEver(**group));
   // From what the kernels of rank 0 have given to NCCL, which may take it for sent.
-  if (mode == "send and leave" || mode == "take late") {
-    const Tensor numbers = at::arange(kLeft, at::kInt).to(kGpu) + 7 * rank;
+  if (mode == "leave while the other is late" || mode == "take late") {
+    const Tensor numbers = at::arange(kLateBytes / 4, at::kInt).to(kGpu) + 7 * rank;
     std::string line;
     if (rank == 1) std::getline(std::cin, line);
     absl::Status status = (*group)->Broadcast({numbers});
-    if (status.ok()) status = Is(numbers.cpu().equal(at::arange(kLeft, at::kInt)), "what was sent");
+    if (status.ok())
+      status = Is(numbers.cpu().equal(at::arange(kLateBytes / 4, at::kInt)), "what was sent");
     if (rank == 0) say(status);
     group->reset();
     return say(status);
@@ -369,18 +371,18 @@ TEST_F(TwoRanksOneGpuTest, ADeadlineHoldsWhereNobodyWaits) {
 
 // As the last collective of a job often is.
 TEST_F(TwoRanksOneGpuTest, ARankThatLeavesHasSentAllThatTheOtherTakesLate) {
-  ChildProcess& sends = Start("send and leave", 0);
+  ChildProcess& sends = Start("leave while the other is late", 0);
   ChildProcess& takes = Start("take late", 1);
   EXPECT_EQ(sends.ReadLine(), "OK");
   EXPECT_EQ(takes.ReadLine(), "OK");
   EXPECT_EQ(sends.ReadLine(), "OK") << "it has sent";
-  // It is given the time to leave, and has to wait for the other one, who has begun nothing yet.
+  // It has the time to be gone before the other one begins, but waits for it.
   std::optional<std::string> left;
   const absl::Time enough = absl::Now() + absl::Seconds(2);
   while (!(left = sends.TryReadLine()).has_value() && absl::Now() < enough) {
     absl::SleepFor(absl::Milliseconds(10));
   }
-  EXPECT_EQ(left, std::nullopt);
+  EXPECT_EQ(left, std::nullopt) << "it has left";
   takes.WriteLine("take it");
   EXPECT_EQ(takes.ReadLine(), "OK");
   EXPECT_EQ(takes.Wait(), 0);
