@@ -117,7 +117,7 @@ void TimeSteps() {
   Print(row);
 }
 
-// With the channel for GPUs, or by way of the CPU, which is compared up to 128 MiB.
+// With the channel for GPUs, or without it, by way of the host, up to 128 MiB.
 void TimeCalls(bool channel) {
   Cluster cluster({.workers = 2,
                    .transport = "socket",
@@ -130,11 +130,9 @@ void TimeCalls(bool channel) {
   for (int64_t bytes = 4096; bytes <= most; bytes *= 8) {
     const Tensor tensor = at::rand({bytes / 4}, kGpu);
     Row row;
-    const bool inlined = static_cast<size_t>(bytes) <= kInlineBytes;
+    const bool by_channel = channel && static_cast<size_t>(bytes) > kGpuInlineBytes;
     row.name = absl::StrCat("call with a tensor of ", bytes, " bytes from GPU to GPU, ",
-                            inlined   ? "in the packet, by way of the host"
-                            : channel ? "by the channel for GPUs"
-                                      : "by way of the CPU",
+                            by_channel ? "by the channel for GPUs" : "by way of the host",
                             "; torch: to the host and back");
     row.bytes = static_cast<double>(bytes);
     const int calls = bytes > (int64_t{64} << 20) ? 5 : 20;

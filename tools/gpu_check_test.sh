@@ -259,6 +259,16 @@ looked at two
 saw three
 TEXT
   { echo "FAILED: what programs have printed is not kept as it should be" >&2 && failed=1; }
+# A program that opens its standard error anew, as NCCL does where NCCL_DEBUG_FILE says so, empties that file.
+cat >"$scratch/unpacked/programs/core.d_test" <<'SH'
+#!/bin/sh
+[ "$1" = --gtest_list_tests ] && exit 0
+echo '<testsuites><testsuite><testcase classname="D" name="Good" status="run"/></testsuite></testsuites>' >"${1#--gtest_output=xml:}"
+echo anew >/dev/stderr
+SH
+chmod +x "$scratch/unpacked/programs/core.d_test"
+check "a program that empties the file of what is printed" one 0 "1 programs passed" --repeat 2 --only d_test
+rm "$scratch/unpacked/programs/core.d_test"
 # Each header begins a line, also behind a program that has not ended its last one.
 sed -i 's/^echo "saw three" >&2$/printf "saw three"/; s/^exit 1$/exit 0/' "$hangs"
 cp "$hangs" "$scratch/unpacked/programs/core.c_test"
