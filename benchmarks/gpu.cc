@@ -130,7 +130,7 @@ void TimeCalls(bool channel) {
   for (int64_t bytes = 4096; bytes <= most; bytes *= 8) {
     const Tensor tensor = at::rand({bytes / 4}, kGpu);
     Row row;
-    const bool by_channel = channel && static_cast<size_t>(bytes) > kGpuInlineBytes;
+    const bool by_channel = channel && static_cast<size_t>(bytes) > kGpuByHostBytes;
     row.name = absl::StrCat("call with a tensor of ", bytes, " bytes from GPU to GPU, ",
                             by_channel ? "by the channel for GPUs" : "by way of the host",
                             "; torch: to the host and back");

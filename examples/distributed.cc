@@ -19,9 +19,10 @@ using Tensors = std::vector<at::Tensor>;
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<StageServer>> StageServer::Create(
-    Worker* worker, uint64_t seed, std::function<void(const StageSpan&)> on_action) {
+    Worker* worker, uint64_t seed, std::function<void(const StageSpan&)> on_action,
+    at::Device device) {
   const int number = worker->rank();
-  DG_ASSIGN_OR_RETURN(Stage stage, Stage::Create(number, worker->world_size(), seed));
+  DG_ASSIGN_OR_RETURN(Stage stage, Stage::Create(number, worker->world_size(), seed, device));
   DG_ASSIGN_OR_RETURN(
       std::unique_ptr<Optimizer> optimizer,
       Optimizer::Create(

@@ -27,7 +27,8 @@ class StageServer {
  public:
   // The worker must outlive it. `on_action` is as in PipelineStagesOptions.
   static absl::StatusOr<std::unique_ptr<StageServer>> Create(
-      Worker* worker, uint64_t seed, std::function<void(const StageSpan&)> on_action = nullptr);
+      Worker* worker, uint64_t seed, std::function<void(const StageSpan&)> on_action = nullptr,
+      at::Device device = at::kCPU);
 
   const std::vector<at::Tensor>& parameters() const { return stage_.parameters(); }
   // Steps the parts of all workers.

@@ -3,6 +3,7 @@
 //   tools/bazel run //examples:fashion_mnist
 //   tools/bazel run //examples:fashion_mnist -- --help
 #include <memory>
+#include <utility>
 
 #include "CLI/App.hpp"
 #include "CLI/Config.hpp"
@@ -15,6 +16,7 @@
 #include "core/checkpoint/job/part.h"
 #include "core/worker/worker.h"
 #include "examples/checkpointing.h"
+#include "examples/devices.h"
 #include "examples/distributed.h"
 #include "examples/interrupt.h"
 #include "examples/launcher.h"
@@ -51,13 +53,17 @@ absl::Status TrainDistributed(const Options& options, int micro_batches, const J
   if (place.rank == 0) {
     DG_ASSIGN_OR_RETURN(training, Training::Create(options));
   }
+  DG_ASSIGN_OR_RETURN(const at::Device device, DeviceOf(options.device, place));
+  DG_ASSIGN_OR_RETURN(auto device_maps, DeviceMapsOf(options.device, place));
   DG_ASSIGN_OR_RETURN(const std::unique_ptr<Worker> worker,
                       Worker::Create({.rendezvous = "env://",
                                       .transport = options.transport,
                                       .timeout = options.timeout,
-                                      .join_timeout = options.timeout}));
-  DG_ASSIGN_OR_RETURN(const std::unique_ptr<StageServer> stage,
-                      StageServer::Create(worker.get(), options.seed, trace.StageRecorder()));
+                                      .join_timeout = options.timeout,
+                                      .device_maps = std::move(device_maps)}));
+  DG_ASSIGN_OR_RETURN(
+      const std::unique_ptr<StageServer> stage,
+      StageServer::Create(worker.get(), options.seed, trace.StageRecorder(), device));
   std::unique_ptr<CheckpointPart> part;
   if (!options.checkpoint.empty()) {
     DG_ASSIGN_OR_RETURN(
@@ -92,8 +98,12 @@ int main(int argc, char** argv) {
       .processes = "--workers",
       .processes_description = "Worker processes, each with some of the layers",
       .most_processes = distgrad::kLayers,
+      .has_device = true,
       .has_worker_options = true,
-      .check = [](distgrad::Options& options) { return distgrad::CheckCheckpointFolder(options); }};
+      .check = [](distgrad::Options& options) {
+        const absl::Status device = distgrad::CheckDevice(options.device);
+        return device.ok() ? distgrad::CheckCheckpointFolder(options) : device;
+      }};
   line.add = [&](CLI::App& app) {
     app.add_option("--micro-batches", micro_batches,
                    "Parts of each batch, which go through the layers one behind the other")

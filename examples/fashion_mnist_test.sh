@@ -22,6 +22,8 @@ expect_error 2 "--wrokers" --wrokers=2
 expect_error 2 "--workers" --workers=99
 expect_error 2 "--micro-batches" --micro-batches=0
 expect_error 1 "nowhere/train-images-idx3-ubyte.gz" --single --data=/nowhere
+expect_error 2 "--device" --device=gpu
+expect_error 1 "built without CUDA; build it with --config=cuda" --device=cuda
 touch in_the_way
 expect_error 1 "in_the_way" --single --output=in_the_way
 RANK=0 expect_error 1 "WORLD_SIZE" --epochs=1

@@ -52,7 +52,7 @@ int FirstLayer(int index, int count) {
 
 }  // namespace
 
-absl::StatusOr<Stage> Stage::Create(int index, int count, uint64_t seed) {
+absl::StatusOr<Stage> Stage::Create(int index, int count, uint64_t seed, at::Device device) {
   if (count < 1 || count > kLayers) {
     return absl::InvalidArgumentError(
         absl::StrCat("the network can be cut into 1 to ", kLayers, " stages, not ", count));
@@ -60,10 +60,10 @@ absl::StatusOr<Stage> Stage::Create(int index, int count, uint64_t seed) {
   if (index < 0 || index >= count) {
     return absl::InvalidArgumentError(absl::StrCat("there is no stage ", index, " of ", count));
   }
-  return Stage(FirstLayer(index, count), FirstLayer(index + 1, count), seed);
+  return Stage(FirstLayer(index, count), FirstLayer(index + 1, count), seed, device);
 }
 
-Stage::Stage(int begin, int end, uint64_t seed) : begin_(begin), end_(end) {
+Stage::Stage(int begin, int end, uint64_t seed, at::Device device) : begin_(begin), end_(end) {
   for (int i = begin_; i < end_; ++i) {
     const Layer& layer = kNetwork[i];
     std::vector<int64_t> shape = {layer.outputs, layer.inputs};
@@ -79,8 +79,8 @@ Stage::Stage(int begin, int end, uint64_t seed) : begin_(begin), end_(end) {
     at::Tensor weight = at::empty(shape);
     // A generator for each layer, so that a stage need not make the layers before it.
     weight.uniform_(-bound, bound, at::detail::createCPUGenerator(seed * kLayers + i));
-    parameters_.push_back(weight.requires_grad_());
-    parameters_.push_back(at::zeros({layer.outputs}).requires_grad_());
+    parameters_.push_back(weight.to(device).requires_grad_());
+    parameters_.push_back(at::zeros({layer.outputs}, device).requires_grad_());
   }
 }
 
@@ -94,8 +94,8 @@ std::map<std::string, at::Tensor> Stage::named_parameters() const {
   return named;
 }
 
-at::Tensor Stage::Forward(at::Tensor input) const {
-  at::Tensor x = std::move(input);
+at::Tensor Stage::Forward(const at::Tensor& input) const {
+  at::Tensor x = input.to(parameters_.front().device());
   for (int i = begin_; i < end_; ++i) {
     const Layer& layer = kNetwork[i];
     const size_t first = size_t{2} * (i - begin_);
@@ -123,11 +123,11 @@ std::string Stage::Describe() const {
 }
 
 at::Tensor Loss(const at::Tensor& scores, const at::Tensor& labels) {
-  return at::cross_entropy_loss(scores, labels);
+  return at::cross_entropy_loss(scores, labels.to(scores.device()));
 }
 
 int64_t CountCorrect(const at::Tensor& scores, const at::Tensor& labels) {
-  return at::argmax(scores, 1).eq(labels).sum().item<int64_t>();
+  return at::argmax(scores, 1).eq(labels.to(scores.device())).sum().item<int64_t>();
 }
 
 }  // namespace distgrad

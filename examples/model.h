@@ -20,14 +20,15 @@ inline constexpr int kLayers = 5;
 // the parameters meanwhile.
 class Stage {
  public:
-  // Creates stage `index` of `count`, which take about the same time as far as the layers allow
-  // that. The same seed gives the same parameters however the network is cut. kInvalidArgument if
-  // it cannot be cut into so many.
-  static absl::StatusOr<Stage> Create(int index, int count, uint64_t seed);
+  // Creates stage `index` of `count` on a device, where it computes, wherever its input is. They
+  // take about the same time as far as the layers allow that. The same seed gives the same
+  // parameters however the network is cut. kInvalidArgument if it cannot be cut into so many.
+  static absl::StatusOr<Stage> Create(int index, int count, uint64_t seed,
+                                      at::Device device = at::kCPU);
 
   // The first stage takes float [n, 1, 28, 28]; the last one returns float [n, 10], the
   // scores of the classes before softmax.
-  at::Tensor Forward(at::Tensor input) const;
+  at::Tensor Forward(const at::Tensor& input) const;
 
   // Weights and biases, in the order of the layers: leaves that require grad.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
@@ -38,7 +39,7 @@ class Stage {
   std::string Describe() const;
 
  private:
-  Stage(int begin, int end, uint64_t seed);
+  Stage(int begin, int end, uint64_t seed, at::Device device);
 
   // Constant after construction. Layers begin_ to end_ (exclusive).
   int begin_;
@@ -47,7 +48,7 @@ class Stage {
 };
 
 // Returns the mean cross entropy of a batch: `scores` as the last stage gives them, int64 labels
-// [n].
+// [n], on any device.
 at::Tensor Loss(const at::Tensor& scores, const at::Tensor& labels);
 
 // Counts the images of a batch whose label has the highest score.

@@ -83,6 +83,12 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const Co
   add("--seed", options.seed, "N", line.seed)->check(CLI::NonNegativeNumber);
   add("--data", options.data, "PATH", line.data);
   add("--output", options.output, "DIR", "Folder for the table and the picture");
+  if (line.has_device) {
+    add("--device", options.device, "NAME",
+        "What computes: cpu, or cuda, each process on a GPU of its machine, in turns (of a build "
+        "with --config=cuda)")
+        ->check(CLI::IsMember({"cpu", "cuda"}));
+  }
   if (line.has_worker_options) {
     add("--transport", options.transport, "NAME",
         "How workers talk to each other: socket, tcp, or shm (this machine; keeps a core busy)")

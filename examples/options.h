@@ -24,6 +24,7 @@ struct Options {
   uint64_t seed = 1;
   std::string data;    // empty: look for it
   std::string output;  // absolute
+  std::string device = "cpu";
   std::string transport = "socket";
   std::string trace;       // absolute; empty: none
   std::string checkpoint;  // absolute; empty: none
@@ -42,6 +43,7 @@ struct CommandLine {
   std::string processes;
   std::string processes_description;
   int most_processes = 1;
+  bool has_device = false;          // --device
   bool has_worker_options = false;  // --transport, --trace, and those of checkpoints
 
   // What is said of the options that all have, and what they are by default.

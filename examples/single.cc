@@ -2,6 +2,7 @@
 #include "examples/single.h"
 
 #include "c10/core/GradMode.h"
+#include "examples/devices.h"
 #include "examples/interrupt.h"
 #include "torch/optim/sgd.h"
 
@@ -11,12 +12,14 @@ absl::Status TrainSingle(const Options& options) {
   CatchInterrupts();
   absl::StatusOr<std::unique_ptr<Training>> training = Training::Create(options);
   if (!training.ok()) return training.status();
-  SingleLearner learner(options.seed);
+  const absl::StatusOr<at::Device> device = DeviceOf(options.device, {});
+  if (!device.ok()) return device.status();
+  SingleLearner learner(options.seed, *device);
   return (*training)->Run(learner);
 }
 
-SingleLearner::SingleLearner(uint64_t seed)
-    : model_(*Stage::Create(0, 1, seed)),
+SingleLearner::SingleLearner(uint64_t seed, at::Device device)
+    : model_(*Stage::Create(0, 1, seed, device)),
       optimizer_(std::make_unique<torch::optim::SGD>(
           model_.parameters(), torch::optim::SGDOptions(/*lr=*/0).momentum(kMomentum))) {}
 

@@ -23,7 +23,7 @@ absl::Status TrainSingle(const Options& options);
 // Trains the whole network in this process. For one thread.
 class SingleLearner : public Learner {
  public:
-  explicit SingleLearner(uint64_t seed);
+  explicit SingleLearner(uint64_t seed, at::Device device = at::kCPU);
   ~SingleLearner() override;
 
   absl::StatusOr<double> Step(const Batch& batch, double learning_rate) override;

@@ -154,8 +154,7 @@ std::optional<at::Device> FirstGpu(absl::Span<const at::Tensor> tensors) {
 
 bool IsSmallOnGpu(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() && tensor.layout() == at::kStrided &&
-         tensor.nbytes() <= kGpuInlineBytes &&
-         IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
+         tensor.nbytes() <= kInlineBytes && IsPlain(*tensor.unsafeGetTensorImpl(), kPlainGpuKeys);
 }
 
 // What is read in the order of a stream that is captured would be read when the graph runs. To wait
@@ -187,9 +186,21 @@ std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
   return on_host;
 }
 
-// `on_host`, if it is defined, has the elements of a tensor of a GPU.
+// Whether a tensor of a GPU goes by way of the host, though there is a channel: it is faster there.
+// An expanded one would lose its form. `by_host` counts the bytes of a message, of which memory of
+// the host has no more than its part.
+bool GoesByHost(const at::Tensor& tensor, size_t* by_host) {
+  if (!tensor.is_non_overlapping_and_dense() || tensor.nbytes() > kGpuByHostBytes ||
+      *by_host + tensor.nbytes() > kMessageByHostBytes) {
+    return false;
+  }
+  *by_host += tensor.nbytes();
+  return true;
+}
+
+// `on_host`, if it is defined, has the elements of a tensor of a GPU. `by_host` is as above.
 absl::Status AppendTensor(const at::Tensor& tensor, const at::Tensor& on_host,
-                          const DeviceMap& devices, Packet* packet) {
+                          const DeviceMap& devices, size_t* by_host, Packet* packet) {
   Head head;
   if (!tensor.defined()) {
     WireWriter writer(&packet->bytes);
@@ -218,7 +229,7 @@ absl::Status AppendTensor(const at::Tensor& tensor, const at::Tensor& on_host,
   if (on_host.defined()) return AppendStrided(on_host, head, /*contiguous=*/false, packet);
   const bool stays = devices.carries_gpus() && tensor.is_cuda() &&
                      tensor.scalar_type() != at::kBool &&
-                     head.device == static_cast<uint8_t>(at::kCUDA);
+                     head.device == static_cast<uint8_t>(at::kCUDA) && !GoesByHost(tensor, by_host);
   DG_ASSIGN_OR_RETURN(const at::Tensor plain, ToPlain(tensor, stays));
   return AppendStrided(plain, head, /*contiguous=*/false, packet);
 }
@@ -239,12 +250,12 @@ absl::Status AppendMessage(const Message& message, Packet* packet, const DeviceM
   writer.U64(message.payload.size());
   writer.Raw(message.payload.data(), message.payload.size());
   absl::Status status;
-  size_t index = 0;
+  size_t index = 0, by_host = 0;
   const auto append = [&] {
     const std::vector<at::Tensor> on_host = SmallOnHost(message.tensors);
     for (; index < message.tensors.size() && status.ok(); ++index) {
       status = AppendTensor(message.tensors[index], on_host.empty() ? at::Tensor() : on_host[index],
-                            devices, packet);
+                            devices, &by_host, packet);
     }
   };
   try {

@@ -81,13 +81,13 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
     bool stays;
   };
   const at::Tensor there = matrix.to(Gpu(1));
-  const at::Tensor row = at::rand({1, 20000}), small = at::rand({1024});
+  const at::Tensor row = at::rand({1, 2000}), small = at::rand({1024});
   const at::Tensor most = at::rand({65536}), more = at::rand({65537});
   std::vector<Case> cases = {
       {"whole", matrix, there, true},
       {"slice", matrix.slice(0, 10, 160), there.slice(0, 10, 160), true},
       {"transposed", matrix.t(), there.t(), true},
-      {"expanded", row.expand({7, 20000}), row.to(Gpu(0)).expand({7, 20000}), true},
+      {"expanded", row.expand({7, 2000}), row.to(Gpu(0)).expand({7, 2000}), true},
       {"half", row.to(at::kHalf), row.to(at::kHalf).to(Gpu(2)), false},
       {"larger half", matrix.to(at::kHalf), matrix.to(at::kHalf).to(Gpu(2)), true},
       {"complex", matrix.to(at::kComplexFloat), matrix.to(at::kComplexFloat).to(Gpu(2)), true},
@@ -128,6 +128,25 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
     const bool repeats = test.name == "expanded";
     EXPECT_TRUE(repeats ? arrived[6].cpu().equal(row[0]) : arrived.cpu().equal(test.on_host));
   }
+}
+
+// Memory of the host is for a few small ones.
+TEST_F(GpuMessageTest, ManyOfMiddleSizeGoFromGpuToGpu) {
+  const at::Tensor on_host = at::rand({50000});
+  const std::vector<at::Tensor> tensors(20, on_host.to(Gpu(0)));
+  Packet packet;
+  ASSERT_TRUE(AppendMessage({"", tensors}, &packet, Shifted()).ok());
+  ASSERT_EQ(packet.segments.size(), tensors.size());
+  size_t by_host = 0;
+  for (const Segment& segment : packet.segments) {
+    if (segment.device < 0) by_host += segment.size;
+  }
+  EXPECT_GT(by_host, kMessageByHostBytes / 2);
+  EXPECT_LE(by_host, kMessageByHostBytes);
+  Packet carried = Carry(packet, *gpus_);
+  const absl::StatusOr<Message> message = Read(carried);
+  ASSERT_TRUE(message.ok()) << message.status();
+  for (const at::Tensor& tensor : message->tensors) EXPECT_TRUE(tensor.cpu().equal(on_host));
 }
 
 // They go by way of the CPU, whatever their size.
@@ -263,7 +282,9 @@ class CapturingThread {
 TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
   const at::Tensor small = at::rand({10}), large = at::rand({100000}), bools = large > 0.5;
-  const Message message = {"", {small.to(Gpu(0)), large.to(Gpu(1)), bools.to(Gpu(2))}};
+  const at::Tensor middle = at::rand({5000});
+  const Message message = {
+      "", {small.to(Gpu(0)), large.to(Gpu(1)), bools.to(Gpu(2)), middle.to(Gpu(0))}};
   Packet packet;
   {
     CapturingThread captures(stream);
@@ -271,7 +292,7 @@ TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
     EXPECT_TRUE(sent.ok()) << sent;
     EXPECT_TRUE(captures.End()) << "what is sent ends it";
   }
-  ASSERT_EQ(packet.segments.size(), 2u);
+  ASSERT_EQ(packet.segments.size(), 3u);
   {
     CapturingThread captures(stream);
     // More than the allocator keeps.
@@ -298,13 +319,14 @@ TEST_F(GpuMessageTest, GraphsThatOtherThreadsCaptureAreLeftAlone) {
   EXPECT_TRUE(read->tensors[0].cpu().equal(small));
   EXPECT_TRUE(read->tensors[1].cpu().equal(large));
   EXPECT_TRUE(read->tensors[2].cpu().equal(bools));
+  EXPECT_TRUE(read->tensors[3].cpu().equal(middle));
 }
 
 // TensorPipe ends the process where a copy that it has begun cannot be waited for.
 TEST_F(GpuMessageTest, WhatIsCapturedIsNotSentAndItsGraphIsLeftAlone) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(at::kCUDA).getNewStream(Gpu(0));
   const at::Tensor on_other = at::rand({100000}).to(Gpu(1));
-  for (const int64_t size : {10, 100000}) {
+  for (const int64_t size : {10, 5000, 100000}) {
     const Message message = {"", {at::Tensor(), on_other, at::rand({size}).to(Gpu(0))}};
     Packet packet;
     packet.bytes = "what was there";

@@ -15,7 +15,7 @@
 // knows of a tensor is not sent: it arrives without history and without requires_grad.
 //
 // Tensors of an accelerator arrive on the device that the sender's DeviceMap gives for theirs. They
-// go by way of the CPU; where the map carries GPUs, strided ones of more than kGpuInlineBytes
+// go by way of the CPU; where the map carries GPUs, strided ones of more than kGpuByHostBytes
 // are segments of a GPU (but for bools and parts of sparse tensors, which the reader has to read).
 //
 // All functions here are thread-safe.
@@ -45,9 +45,11 @@ struct MessageLimits {
 
 // Tensors of up to this many bytes are copied into Packet::bytes; each larger one is a segment.
 inline constexpr size_t kInlineBytes = 4096;
-// Tensors on a GPU of up to this many bytes are copied to the host: up to there two copies take
-// less time than the messages of a channel for GPUs. Measured (docs/cuda.md).
-inline constexpr size_t kGpuInlineBytes = 256 << 10;
+// Tensors on a GPU of up to this many bytes, and of a message up to so many together, are copied to
+// the host though there is a channel for GPUs: up to there two copies take less time than its
+// messages (docs/cuda.md has the times).
+inline constexpr size_t kGpuByHostBytes = size_t{256} << 10;
+inline constexpr size_t kMessageByHostBytes = size_t{1} << 20;
 
 // Hands out the segments of a packet in their order. Not thread-safe.
 class SegmentReader {

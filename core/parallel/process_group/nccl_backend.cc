@@ -7,11 +7,14 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,6 +27,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
@@ -51,10 +55,30 @@ constexpr absl::Duration kOthersInterval = absl::Seconds(1);
 // How much later than its deadline a collective is aborted that nobody waits for: meanwhile the GPU
 // is asked whether it has ended.
 constexpr absl::Duration kGrace = absl::Seconds(1);
-// For the last bytes that other ranks have not taken yet when this one leaves.
-constexpr absl::Duration kLeaveTimeout = absl::Seconds(5);
-// The key under which rank 0 says how NCCL reaches it.
+// How long a rank that leaves waits, at most, until the others have taken what it has sent.
+constexpr absl::Duration kLeaveTimeout = absl::Minutes(1);
+// The key under which rank 0 says how NCCL reaches it; and each rank where it is.
 constexpr char kId[] = "nccl_id";
+std::string PlaceKey(int rank) { return absl::StrCat("nccl_place/", rank); }
+
+// Machines as NCCL tells them apart (getHostHash() in its misc/utils.cc).
+struct RankPlace {
+  std::string machine;
+  std::string process;  // begins with the machine
+};
+RankPlace PlaceOfThisRank() {
+  std::string machine;
+  if (const char* const said = std::getenv("NCCL_HOSTID"); said != nullptr) {
+    machine = said;
+  } else {
+    char name[256] = "";
+    gethostname(name, sizeof(name) - 1);
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> machine;
+    machine = absl::StrCat(name, " ", machine);
+  }
+  absl::StrAppend(&machine, "\n");
+  return {machine, absl::StrCat(machine, getpid())};
+}
 
 const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
   return *c10::impl::getDeviceGuardImpl(device.type());
@@ -84,6 +108,7 @@ class Communicator {
   // Waits until this rank and all others are connected. Throws StatusError, as all below do.
   void Connect(const BackendPlace& place, Deadline deadline) {
     const ncclUniqueId id = Id(place, deadline);
+    ThrowIfNotOk(place.store->Set(PlaceKey(place.rank), PlaceOfThisRank().process, deadline));
     const c10::DeviceGuard on_device(device_);
     {
       absl::MutexLock lock(&mu_);
@@ -93,6 +118,10 @@ class Communicator {
             ncclCommInitRankConfig(&communicator_, place.size, id, place.rank, &config));
     }
     Await("connecting", deadline, [&] { return IsReady(); });
+    // All have said by now where they are.
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < place.size; ++rank) keys.push_back(PlaceKey(rank));
+    sends_late_ = SendsLate(ValueOrThrow(place.store->GetEach(keys, deadline)), place.rank);
   }
 
   // Has `call` begin something, and waits until NCCL has given all of it to the stream.
@@ -175,12 +204,9 @@ class Communicator {
                      "be part of; run this step outside of the capture"));
   }
 
-  // Ends the communicator once the other ranks have got what this one has sent, which an abort
-  // would lose. One that was finalized still sends: ncclCommDestroy() waits for that, as nothing
-  // else of NCCL's does, and nothing can end it. So it has a thread of its own, which is left to
-  // itself when it takes too long.
+  // Ends the communicator, and has the other ranks get what this one has sent.
   void Leave() {
-    const Deadline deadline = Deadline::After(kLeaveTimeout);
+    const Deadline deadline = Deadline::After(std::min(kLeaveTimeout, timeout_));
     try {
       {
         absl::MutexLock lock(&mu_);
@@ -189,26 +215,7 @@ class Communicator {
         Check("ncclCommFinalize", ncclCommFinalize(communicator_));
       }
       Await("leaving", deadline, [&] { return IsReady(); });
-      const auto sent = std::make_shared<Sleeper>();
-      std::thread destroys;
-      {
-        absl::MutexLock lock(&mu_);
-        ThrowIfNotOk(why_);
-        destroys = ValueOrThrow(
-            StartThread("dg-nccl-leave", [communicator = communicator_, device = device_, sent] {
-              const OnDevice on_device(device);
-              ncclCommDestroy(communicator);
-              sent->Wake();
-            }));
-        communicator_ = nullptr;
-        why_ = Left();
-      }
-      const BlockingScope blocking;
-      if (sent->Sleep(deadline)) return destroys.join();
-      destroys.detach();
-      DG_LOG(WARNING) << "NCCL of " << device_.str()
-                      << ": other ranks have not taken all that this one has sent; a thread of "
-                         "NCCL's goes on with it";
+      if (sends_late_) DestroyOnceSent(deadline);
     } catch (...) {
       DG_LOG(WARNING) << "NCCL of " << device_.str() << ": to leave its group failed: "
                       << StatusFromException(std::current_exception());
@@ -229,6 +236,68 @@ class Communicator {
   }
 
  private:
+  // NCCL's threads still send what a finalized communicator has, and an abort would lose it:
+  // ncclCommDestroy() waits for that, as nothing else of NCCL's does, and nothing can end it. So it
+  // has a thread of its own, which is left to itself when it takes too long.
+  void DestroyOnceSent(Deadline deadline) {
+    struct Destroy {
+      Sleeper ended;
+      ncclResult_t result = ncclSuccess;
+    };
+    const auto destroy = std::make_shared<Destroy>();
+    ncclComm_t communicator = nullptr;
+    std::thread destroys;
+    {
+      absl::MutexLock lock(&mu_);
+      ThrowIfNotOk(why_);
+      communicator = communicator_;
+      destroys =
+          ValueOrThrow(StartThread("dg-nccl-leave", [communicator, device = device_, destroy] {
+            const OnDevice on_device(device);
+            destroy->result = ncclCommDestroy(communicator);
+            destroy->ended.Wake();
+          }));
+      communicator_ = nullptr;
+      why_ = Left();
+    }
+    const BlockingScope blocking;
+    absl::Status wrong;
+    while (!destroy->ended.Sleep(std::min(deadline, Deadline::After(kOthersInterval)))) {
+      wrong = failed_elsewhere_();
+      if (wrong.ok() && deadline.Passed()) wrong = Late("leaving");
+      if (wrong.ok()) continue;
+      destroys.detach();
+      DG_LOG(WARNING) << "NCCL of " << device_.str()
+                      << ": other ranks have not taken all that this one has sent, or those of its "
+                         "machine have not left the group; a thread waits for them, and keeps the "
+                         "communicator: "
+                      << wrong;
+      return;
+    }
+    destroys.join();
+    if (destroy->result == ncclSuccess) return;
+    DG_LOG(WARNING) << "NCCL of " << device_.str()
+                    << ": ncclCommDestroy: " << ncclGetErrorString(destroy->result);
+    // It has freed nothing then (init.cc of NCCL 2.28.9).
+    const OnDevice on_device(device_);
+    ncclCommAbort(communicator);
+  }
+
+  // Whether what this rank sends may be on its way when it has ended here: threads of NCCL's send
+  // it to other machines. Within one, GPUs read it from memory which lasts for as long as the
+  // reader has it. Not where another rank is a thread of this process: NCCL ends all of a process's
+  // communicators with the last of them, and the wait for one would hold up the abort of another.
+  static bool SendsLate(const std::vector<Store::Value>& places, int rank) {
+    const RankPlace here = PlaceOfThisRank();
+    bool late = false;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (static_cast<int>(i) == rank || !places[i].has_value()) continue;
+      if (*places[i] == here.process) return false;
+      late |= !absl::StartsWith(*places[i], here.machine);
+    }
+    return late;
+  }
+
   // All ranks need that of rank 0.
   ncclUniqueId Id(const BackendPlace& place, Deadline deadline) {
     ncclUniqueId id;
@@ -310,11 +379,12 @@ class Communicator {
     throw StatusError(absl::UnavailableError(message));
   }
 
-  // Constant after construction.
+  // Constant after construction, and Connect().
   const absl::Duration timeout_;
   const std::function<absl::Status()> failed_elsewhere_;
   const c10::Device device_;
   const NcclPlatform platform_;
+  bool sends_late_ = false;
 
   absl::Mutex mu_;
   ncclComm_t communicator_ ABSL_GUARDED_BY(mu_) = nullptr;  // null before and after

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -83,7 +84,7 @@ const std::string& What() {
 }
 
 TEST(NcclOnStandInsTest, RanksOfOneProcessAdd) {
-  const int destroyed = fake_nccl::Destroyed();
+  const int finalized = fake_nccl::Finalized();
   const auto store = NewInProcessStore();
   OnRanks(3, [&](int rank) {
     const auto group = Join(store, rank, 3);
@@ -99,23 +100,104 @@ TEST(NcclOnStandInsTest, RanksOfOneProcessAdd) {
     }
   });
   EXPECT_EQ(fake_nccl::Communicators(), 0) << "a group that is gone has left some";
-  EXPECT_EQ(fake_nccl::Destroyed() - destroyed, 3)
+  EXPECT_EQ(fake_nccl::Finalized() - finalized, 3)
       << "what other ranks have not taken yet would be lost";
 }
 
-TEST(NcclOnStandInsTest, WhoLeavesDoesNotWaitForEverUntilAllIsTaken) {
-  const int before = fake_nccl::Communicators();
+// Every other rank says that it is on another machine, to which NCCL's threads send.
+class OtherMachines final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    auto values = ForwardingStore::GetEach(keys, deadline);
+    for (size_t i = 0; values.ok() && i < keys.size(); ++i) {
+      if (absl::StrContains(keys[i], "nccl_place/")) (*values)[i] = "another machine\n1";
+    }
+    return values;
+  }
+};
+
+// Two ranks that have added, of which rank 0 leaves on a thread.
+class LeavingTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    before_ = fake_nccl::Communicators(), destroyed_ = fake_nccl::Destroyed();
+  }
+  void Leave(absl::Duration timeout) {
+    const auto store = std::make_shared<OtherMachines>(NewInProcessStore());
+    groups_.resize(2);
+    OnRanks(2, [&](int rank) {
+      auto group = Join(store, rank, 2, "gpus", {.collective = timeout});
+      ASSERT_TRUE(group.ok()) << group.status();
+      const at::Tensor tensor = On(rank, 1);
+      const auto running = (*group)->BeginSum(tensor, What());
+      ASSERT_TRUE(running.ok()) << running.status();
+      ASSERT_TRUE((*group)->Wait(**running).ok());
+      groups_[rank] = *std::move(group);
+    });
+    thread_ = std::thread([this] {
+      groups_[0].reset();
+      left_.Notify();
+    });
+  }
+  static void AwaitDestroying() {
+    while (fake_nccl::Destroying() == 0) absl::SleepFor(absl::Milliseconds(1));
+  }
+  int communicators() const { return fake_nccl::Communicators() - before_; }
+  int destroyed() const { return fake_nccl::Destroyed() - destroyed_; }
+
+  std::vector<std::shared_ptr<ProcessGroup>> groups_;
+  std::thread thread_;
+  absl::Notification left_;
+
+ private:
+  int before_ = 0, destroyed_ = 0;
+};
+
+TEST_F(LeavingTest, WaitsUntilAllIsTaken) {
   {
     const fake_nccl::Untaken untaken;
-    auto group = Join(NewInProcessStore(), 0, 1);
-    ASSERT_TRUE(group.ok()) << group.status();
-    const at::Tensor tensor = On(0, 1);
-    const auto running = (*group)->BeginSum(tensor, What());
-    ASSERT_TRUE(running.ok() && (*group)->Wait(**running).ok());
-    group->reset();
-    EXPECT_EQ(fake_nccl::Communicators() - before, 1) << "its communicator sends for as long";
+    Leave(absl::Minutes(5));
+    AwaitDestroying();
+    EXPECT_FALSE(left_.HasBeenNotified());
   }
-  while (fake_nccl::Communicators() > before) absl::SleepFor(absl::Milliseconds(1));
+  thread_.join();
+  EXPECT_EQ(destroyed(), 1);
+  EXPECT_EQ(communicators(), 1) << "that of the other rank";
+}
+
+TEST_F(LeavingTest, HasTheDeadlineOfACollective) {
+  {
+    const fake_nccl::Untaken untaken;
+    Leave(absl::Seconds(1));
+    thread_.join();
+    EXPECT_EQ(fake_nccl::Destroying(), 1) << "its communicator sends for as long";
+  }
+  while (communicators() > 1) absl::SleepFor(absl::Milliseconds(1));
+}
+
+TEST_F(LeavingTest, AbortsWhatCannotBeDestroyed) {
+  std::optional<fake_nccl::Failure> failure;
+  {
+    const fake_nccl::Untaken untaken;
+    Leave(absl::Minutes(5));
+    AwaitDestroying();
+    failure.emplace();
+  }
+  thread_.join();
+  EXPECT_EQ(destroyed(), 0);
+  EXPECT_EQ(communicators(), 1) << "that of the other rank";
+}
+
+TEST_F(LeavingTest, WaitsNoLongerOnceAnotherRankHasFailed) {
+  {
+    const fake_nccl::Untaken untaken;
+    Leave(absl::Minutes(5));
+    AwaitDestroying();
+    groups_[1]->Fail(absl::DataLossError("no disk"));
+    thread_.join();
+  }
+  while (communicators() > 0) absl::SleepFor(absl::Milliseconds(1));
 }
 
 TEST(NcclOnStandInsTest, GroupsMayBeUsedInAnyOrder) {

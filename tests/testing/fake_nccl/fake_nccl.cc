@@ -58,6 +58,8 @@ std::mutex mu;
 // All guarded by mu.
 std::map<std::string, std::shared_ptr<Clique>> cliques;
 int communicators = 0;
+int finalized = 0;
+int destroying = 0;
 int destroyed = 0;
 int elsewhere = 0;
 size_t set_device = 0;
@@ -215,6 +217,7 @@ ncclResult_t ncclCommAbort(ncclComm_t communicator) {
 ncclResult_t ncclCommFinalize(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclInvalidArgument;
   const std::lock_guard<std::mutex> lock(mu);
+  ++finalized;
   if (CurrentDevice() != communicator->device) ++elsewhere;
   return ncclInProgress;
 }
@@ -222,7 +225,10 @@ ncclResult_t ncclCommFinalize(ncclComm_t communicator) {
 ncclResult_t ncclCommDestroy(ncclComm_t communicator) {
   if (communicator == nullptr) return ncclSuccess;
   std::unique_lock<std::mutex> lock(mu);
+  ++destroying;
   taken.wait(lock, [] { return untaken == 0; });
+  --destroying;
+  if (failing > 0) return ncclRemoteError;  // nothing is freed then
   ++destroyed;
   End(communicator);
   return ncclSuccess;
@@ -263,6 +269,16 @@ namespace distgrad::fake_nccl {
 int Communicators() {
   const std::lock_guard<std::mutex> lock(mu);
   return communicators;
+}
+
+int Finalized() {
+  const std::lock_guard<std::mutex> lock(mu);
+  return finalized;
+}
+
+int Destroying() {
+  const std::lock_guard<std::mutex> lock(mu);
+  return destroying;
 }
 
 int Destroyed() {

@@ -12,7 +12,10 @@ namespace distgrad::fake_nccl {
 // How many communicators were made and have not been ended.
 int Communicators();
 
-// How many have ended after they had sent what they had: others were aborted.
+// How many were told that they will end; how many wait to be destroyed, until all that they have
+// sent is taken; and how many were, as against aborted.
+int Finalized();
+int Destroying();
 int Destroyed();
 
 // How often a communicator was ended, or told to, by a thread with another current device than the
@@ -45,7 +48,7 @@ class Untaken {
   Untaken& operator=(const Untaken&) = delete;
 };
 
-// While it lives, every communicator says that a remote rank has gone.
+// While it lives, every communicator says that a remote rank has gone, and none can be destroyed.
 class Failure {
  public:
   Failure();
