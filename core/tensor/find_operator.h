@@ -4,21 +4,24 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <cstddef>
-#include <optional>
 #include <string>
 
+#include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 
 namespace distgrad {
 
-// An operator with its overload; none if there is none of that name.
-inline std::optional<c10::OperatorHandle> FindOperator(absl::string_view name) {
-  const size_t dot = name.find('.');
-  return c10::Dispatcher::singleton().findSchema(
-      {std::string(name.substr(0, dot)),
-       dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1))});
-}
+// Of "aten::mm", or with its overload "aten::add.Tensor". kNotFound for an unknown name, with those
+// near to it.
+//
+// Whoever needs it several times hands on what it has found. The dispatcher's own table is fast
+// enough, and stays right when libraries of operators come and go: nothing is kept here.
+// Thread-safe.
+absl::StatusOr<c10::OperatorHandle> FindOperator(absl::string_view name);
+
+// The name by which FindOperator() finds it.
+std::string NameOf(const c10::OperatorName& name);
+inline std::string NameOf(const c10::OperatorHandle& op) { return NameOf(op.operator_name()); }
 
 }  // namespace distgrad
 

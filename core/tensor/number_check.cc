@@ -17,7 +17,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "core/base/status.h"
-#include "core/tensor/find_operator.h"
 
 namespace distgrad {
 namespace {
@@ -30,10 +29,9 @@ constexpr int64_t kFactor = int64_t{1} << 20;
 constexpr int64_t kBound = int64_t{1} << 61;  // the difference of two has 63 bits
 constexpr double kLeastScale = 1e-6, kMostScale = 1e6;
 
-// Without its namespace, its overload and what says that it writes.
+// Without its namespace and what says that it writes.
 absl::string_view BaseOf(absl::string_view name) {
   absl::ConsumePrefix(&name, "aten::");
-  name = name.substr(0, name.find('.'));
   absl::ConsumeSuffix(&name, "_");
   return name;
 }
@@ -242,11 +240,9 @@ absl::Status CheckScale(absl::string_view base, const c10::Argument& argument,
 
 }  // namespace
 
-absl::Status CheckNumbers(absl::string_view name, absl::Span<const c10::IValue> args) {
-  const std::optional<c10::OperatorHandle> found = FindOperator(name);
-  if (!found.has_value()) return absl::OkStatus();
-  const absl::string_view base = BaseOf(name);
-  const std::vector<c10::Argument>& arguments = found->schema().arguments();
+absl::Status CheckNumbers(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
+  const absl::string_view base = BaseOf(op.operator_name().name);
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
   for (size_t i = 0; i < args.size() && i < arguments.size(); ++i) {
     DG_RETURN_IF_ERROR(CheckRange(base, arguments[i], args[i]));
     DG_RETURN_IF_ERROR(CheckScale(base, arguments[i], args[i]));

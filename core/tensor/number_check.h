@@ -8,6 +8,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
+namespace c10 {
+class OperatorHandle;
+}
+
 namespace distgrad {
 
 // kInvalidArgument for numbers with which an operator of libtorch writes or reads beside its
@@ -29,9 +33,9 @@ namespace distgrad {
 //   - a scale of an `upsample_*` that is not from 1e-6 to 1e6: places are made of floats that no
 //     integer holds.
 //
-// For all other arguments, and operators that it does not know, OK. Reads elements of tensors of
+// For all other arguments OK. Reads elements of tensors of
 // integers on the CPU, so it is for those that have come already.
-absl::Status CheckNumbers(absl::string_view name, absl::Span<const c10::IValue> args);
+absl::Status CheckNumbers(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for a result that has a size below 0, as `as_strided` and `resize` make it:
 // nothing that comes after them counts on that.

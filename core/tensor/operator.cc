@@ -1,4 +1,4 @@
-// Finds an operator by its schema, fits the arguments to it, and calls it.
+// Fits arguments to the schema of an operator, and calls it.
 #include "core/tensor/operator.h"
 
 #include <ATen/ScalarOps.h>
@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <exception>
 #include <optional>
-#include <set>
 #include <string>
 #include <typeinfo>
 #include <utility>
@@ -18,55 +17,15 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "core/base/near_names.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/find_operator.h"
 #include "core/tensor/operator_policy.h"
 
 namespace distgrad {
 namespace {
 
 using c10::TypeKind;
-
-// ---------------------------------------------------------------- finding
-
-absl::Status NotFound(absl::string_view name, const c10::OperatorName& wanted) {
-  std::set<std::string> overloads;
-  std::set<std::string> near;
-  if (wanted.name.size() <= kMaxNearName) {
-    for (const c10::OperatorName& other : c10::Dispatcher::singleton().getAllOpNames()) {
-      const std::string full =
-          absl::StrCat(other.name, other.overload_name.empty() ? "" : ".", other.overload_name);
-      if (other.name == wanted.name) {
-        overloads.insert(full);
-      } else if (IsNearName(other.name, wanted.name)) {
-        near.insert(other.name);
-      }
-    }
-  }
-  const std::string shown = FirstNames(overloads.empty() ? near : overloads);
-  return absl::NotFoundError(absl::StrCat("no operator ", name.substr(0, kMaxNearName),
-                                          " is registered", shown.empty() ? "" : "; there is ",
-                                          shown));
-}
-
-// The dispatcher's own table is fast enough (all of CallOperator adds 0.1 us), and stays right
-// when libraries of operators come and go: nothing is kept here.
-absl::StatusOr<c10::OperatorHandle> Find(absl::string_view name) {
-  const size_t colons = name.find("::");
-  if (colons == absl::string_view::npos) {
-    return absl::NotFoundError(absl::StrCat("no operator ", name.substr(0, 100),
-                                            ": a name needs its namespace, as in aten::mm"));
-  }
-  const size_t dot = name.find('.', colons);
-  c10::OperatorName wanted(std::string(name.substr(0, dot)),
-                           dot == absl::string_view::npos ? "" : std::string(name.substr(dot + 1)));
-  // One name for each operator: a check that knows one by its name is not to be passed by another.
-  if (dot != absl::string_view::npos && wanted.overload_name.empty()) return NotFound(name, wanted);
-  std::optional<c10::OperatorHandle> found = c10::Dispatcher::singleton().findSchema(wanted);
-  if (!found.has_value()) return NotFound(name, wanted);
-  return *found;
-}
 
 // ---------------------------------------------------------------- arguments
 
@@ -248,21 +207,26 @@ bool WritesUnsaid(const c10::FunctionSchema& schema) {
 
 }  // namespace
 
-absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
+absl::StatusOr<std::vector<c10::IValue>> CallOperator(const c10::OperatorHandle& op,
                                                       std::vector<c10::IValue> args) {
-  DG_ASSIGN_OR_RETURN(const c10::OperatorHandle found, Find(name));
   try {
-    DG_RETURN_IF_ERROR(Annotate(Fit(found.schema(), args), name));
-    found.callBoxed(args);  // takes the arguments off the vector, and leaves the results on it
+    DG_RETURN_IF_ERROR(Annotate(Fit(op.schema(), args), NameOf(op)));
+    op.callBoxed(args);  // takes the arguments off the vector, and leaves the results on it
   } catch (...) {
-    return Annotate(StatusOfOperator(std::current_exception()), name);
+    return Annotate(StatusOfOperator(std::current_exception()), NameOf(op));
   }
   return args;
 }
 
+absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
+                                                      std::vector<c10::IValue> args) {
+  DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, FindOperator(name));
+  return CallOperator(op, std::move(args));
+}
+
 absl::Status CheckFunctional(absl::string_view name) {
   DG_RETURN_IF_ERROR(CheckSafe(name));
-  DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, Find(name));
+  DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, FindOperator(name));
   if (!op.schema().is_mutable() && !WritesUnsaid(op.schema())) return absl::OkStatus();
   return absl::PermissionDeniedError(absl::StrCat("operator ", name, " writes to its arguments"));
 }

@@ -14,6 +14,10 @@
 #include "absl/strings/string_view.h"
 #include "core/tensor/values.h"  // IWYU pragma: export: what the arguments travel as
 
+namespace c10 {
+class OperatorHandle;
+}
+
 namespace distgrad {
 
 // Calls the operator `name`: "aten::mm", or with its overload "aten::add.Tensor". Autograd
@@ -31,6 +35,10 @@ namespace distgrad {
 //
 // Thread-safe.
 absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
+                                                      std::vector<c10::IValue> args);
+
+// The same of one that has been found (find_operator.h).
+absl::StatusOr<std::vector<c10::IValue>> CallOperator(const c10::OperatorHandle& op,
                                                       std::vector<c10::IValue> args);
 
 // Whether an operator only computes: kPermissionDenied as of CheckSafe() (operator_policy.h), and

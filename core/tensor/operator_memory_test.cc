@@ -35,6 +35,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "core/tensor/allocation_limit.h"
+#include "core/tensor/find_operator.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
 #include "core/tensor/piece_count.h"
@@ -68,10 +69,6 @@ constexpr uint64_t kArgumentBytes = 64 << 20;
 
 // Of a processor, for that many calls of one operator: few take long.
 rlim_t SecondsFor(int tries) { return 10 + static_cast<rlim_t>(tries) / 40; }
-
-std::string NameOf(const c10::OperatorName& op) {
-  return op.overload_name.empty() ? op.name : absl::StrCat(op.name, ".", op.overload_name);
-}
 
 // With one element, which is the last one.
 at::Tensor Sparse(int64_t rows, int64_t columns) {
@@ -223,12 +220,12 @@ void ForgetPeak() {
 }
 
 // Whether the worker that serves an operator would let it begin.
-bool Passes(const std::string& name, const Values& arguments) {
+bool Passes(const c10::OperatorHandle& op, const Values& arguments) {
   const ShownTensors shown = CountShown(arguments);
-  return CountPieces(name, arguments) <= kMaxTensors &&
-         CountListBytes(name, arguments) <= int64_t{kElementBytes} &&
-         shown.bytes <= kArgumentBytes && CheckHeads(name, arguments).ok() &&
-         CheckViews(name, arguments, shown).ok() && CheckListLengths(name, arguments).ok();
+  return CountPieces(op, arguments) <= kMaxTensors &&
+         CountListBytes(op, arguments) <= int64_t{kElementBytes} && shown.bytes <= kArgumentBytes &&
+         CheckHeads(op, arguments).ok() && CheckViews(op, arguments, shown).ok() &&
+         CheckListLengths(op, arguments).ok();
 }
 
 // Those of values that a gradient can be had for.
@@ -249,7 +246,7 @@ std::vector<at::Tensor> Differentiable(const Values& values) {
 
 // Calls it, and asks for the gradients of its arguments as a pass would, if it is to. Returns
 // whether the operator took the arguments.
-bool Call(const std::string& name, Values arguments, bool with_gradients) {
+bool Call(const c10::OperatorHandle& op, Values arguments, bool with_gradients) {
   std::vector<at::Tensor> leaves, results, gradients;
   if (with_gradients) {
     leaves = Differentiable(arguments);
@@ -257,7 +254,7 @@ bool Call(const std::string& name, Values arguments, bool with_gradients) {
   }
   {
     const AllocationLimit limit(kElementBytes, "limit message_bytes");
-    const absl::StatusOr<Values> values = CallOperator(name, std::move(arguments));
+    const absl::StatusOr<Values> values = CallOperator(op, std::move(arguments));
     if (!values.ok()) return false;
     if (leaves.empty()) return true;
     for (const at::Tensor& tensor : Differentiable(*values)) {
@@ -284,17 +281,16 @@ struct Found {
   int most_at = 0;  // the try in which it took them
   int calls = 0;    // that the operator took
 };
-Found CallWithLarge(const std::string& name, const c10::FunctionSchema& schema, int tries,
-                    bool guarded) {
+Found CallWithLarge(const c10::OperatorHandle& op, int tries, bool guarded) {
   LargeArguments draws(7);
   Found found;
   for (int i = 0; i < tries; ++i) {
-    std::optional<Values> arguments = draws.Draw(schema);
-    if (!arguments.has_value() || (guarded && !Passes(name, *arguments))) continue;
+    std::optional<Values> arguments = draws.Draw(op.schema());
+    if (!arguments.has_value() || (guarded && !Passes(op, *arguments))) continue;
     malloc_trim(0);
     ForgetPeak();
     const int64_t before = PeakBytes(), files_before = FileBytes();
-    found.calls += Call(name, *std::move(arguments), /*with_gradients=*/i % 2 == 1) ? 1 : 0;
+    found.calls += Call(op, *std::move(arguments), /*with_gradients=*/i % 2 == 1) ? 1 : 0;
     // A new process reads much of libtorch at its first operators, and at its first exception.
     const int64_t bytes = PeakBytes() - before - std::max<int64_t>(FileBytes() - files_before, 0);
     if (bytes > found.most_bytes) {
@@ -306,18 +302,14 @@ Found CallWithLarge(const std::string& name, const c10::FunctionSchema& schema, 
   return found;
 }
 
-struct Operator {
-  std::string name;
-  const c10::FunctionSchema* schema;
-};
-
 struct Search {
   std::map<std::string, std::string> flaws;  // by operator: what it took, or ended by
   int calls = 0;
 };
 
 // In another process, which an operator may end; then another one goes on behind it.
-Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool guarded) {
+Search CallAllWithLarge(const std::vector<c10::OperatorHandle>& operators, int tries,
+                        bool guarded) {
   at::set_num_threads(1);  // a forked process has no others
   Search search;
   size_t done = 0;
@@ -336,7 +328,7 @@ Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool 
         const auto seconds = static_cast<rlim_t>(used.ru_utime.tv_sec + used.ru_stime.tv_sec);
         const rlimit processor = {seconds + SecondsFor(tries), RLIM_INFINITY};
         setrlimit(RLIMIT_CPU, &processor);
-        const Found found = CallWithLarge(operators[i].name, *operators[i].schema, tries, guarded);
+        const Found found = CallWithLarge(operators[i], tries, guarded);
         if (write(ends[1], &found, sizeof(found)) != sizeof(found)) _exit(1);
       }
       _exit(0);
@@ -345,7 +337,7 @@ Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool 
     Found found;
     while (read(ends[0], &found, sizeof(found)) == sizeof(found)) {
       if (found.most_bytes > kTooMuch) {
-        search.flaws[operators[done].name] =
+        search.flaws[NameOf(operators[done])] =
             absl::StrCat(found.most_bytes >> 20, " MiB at try ", found.most_at);
       }
       search.calls += found.calls;
@@ -357,7 +349,7 @@ Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool 
     if (done == operators.size()) break;
     // How long an operator works is another matter: some take a number for a count of steps.
     if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGXCPU) {
-      search.flaws[operators[done].name] =
+      search.flaws[NameOf(operators[done])] =
           WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "an exit";
     }
     ++done;
@@ -366,21 +358,21 @@ Search CallAllWithLarge(const std::vector<Operator>& operators, int tries, bool 
 }
 
 // As far as some calls show.
-TEST(OperatorMemory, WhatIsSafeTakesNoMemoryPastItsLimits) {
+TEST(OperatorMemory, WhatIsServedTakesNoMemoryPastItsLimits) {
   DG_SKIP_WITHOUT_LIMIT();
   const char* const tries = std::getenv("DISTGRAD_TRIES");          // more find more
   const char* const only = std::getenv("DISTGRAD_ONLY_OPERATORS");  // a part of their names
-  std::vector<Operator> operators;
+  std::vector<c10::OperatorHandle> operators;
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto handle = c10::Dispatcher::singleton().findSchema(op);
-    if (!handle.has_value() || !CheckSafe(NameOf(op)).ok()) continue;
+    if (!handle.has_value() || !CheckServed(*handle).ok()) continue;
     if (only != nullptr && !absl::StrContains(NameOf(op), only)) continue;
-    operators.push_back({NameOf(op), &handle->schema()});
+    operators.push_back(*handle);
   }
   const Search search =
-      CallAllWithLarge(operators, tries == nullptr ? 5 : std::atoi(tries), /*guarded=*/true);
+      CallAllWithLarge(operators, tries == nullptr ? 40 : std::atoi(tries), /*guarded=*/true);
   EXPECT_EQ(search.flaws, (std::map<std::string, std::string>()))
-      << "these need a limit in piece_count.cc, or belong to kTrusting in operator_policy.cc";
+      << "these need a limit in piece_count.cc, or are not to be served";
   if (only == nullptr) {
     EXPECT_GT(search.calls, 2000);
   }
@@ -389,7 +381,7 @@ TEST(OperatorMemory, WhatIsSafeTakesNoMemoryPastItsLimits) {
 // It would find those that are known, were they not bounded.
 TEST(OperatorMemory, TheSearchFindsWhatTakesMemory) {
   DG_SKIP_WITHOUT_LIMIT();
-  std::vector<Operator> operators;
+  std::vector<c10::OperatorHandle> operators;
   for (const c10::OperatorName& op :
        std::vector<c10::OperatorName>{{"aten::combinations", ""},
                                       {"aten::rnn_tanh", "input"},
@@ -405,15 +397,17 @@ TEST(OperatorMemory, TheSearchFindsWhatTakesMemory) {
                                       {"aten::to_sparse_bsr", ""}}) {
     const auto handle = c10::Dispatcher::singleton().findSchema(op);
     ASSERT_TRUE(handle.has_value()) << op;
-    operators.push_back({NameOf(op), &handle->schema()});
+    operators.push_back(*handle);
   }
   // It stops at the first flaw of each; of few operators do most arguments fit together.
   const Search search = CallAllWithLarge(operators, 2000, /*guarded=*/false);
-  for (const Operator& each : operators) EXPECT_EQ(search.flaws.count(each.name), 1u) << each.name;
+  for (const c10::OperatorHandle& each : operators) {
+    EXPECT_EQ(search.flaws.count(NameOf(each)), 1u) << NameOf(each);
+  }
 
   const auto neg = c10::Dispatcher::singleton().findSchema({"aten::neg", ""});
   ASSERT_TRUE(neg.has_value());
-  const Search none = CallAllWithLarge({{"aten::neg", &neg->schema()}}, 100, /*guarded=*/false);
+  const Search none = CallAllWithLarge({*neg}, 100, /*guarded=*/false);
   EXPECT_EQ(none.flaws, (std::map<std::string, std::string>()));
   EXPECT_GT(none.calls, 50);
 }

@@ -1,12 +1,19 @@
 // Has the list of operators that touch more than their tensors.
 #include "core/tensor/operator_policy.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include <algorithm>
+#include <string>
+#include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
+#include "core/base/status.h"
+#include "core/tensor/find_operator.h"
+#include "core/tensor/served_operators.h"
 
 namespace distgrad {
 namespace {
@@ -128,6 +135,17 @@ absl::Status CheckSafe(absl::string_view name) {
   if (safe) return absl::OkStatus();
   return absl::PermissionDeniedError(
       absl::StrCat("operator ", name.substr(0, 100), " does more than compute"));
+}
+
+absl::Status CheckServed(const c10::OperatorHandle& op) {
+  const std::string name = NameOf(op);
+  DG_RETURN_IF_ERROR(CheckSafe(name));
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  const bool takes_result = std::any_of(arguments.begin(), arguments.end(),
+                                        [](const c10::Argument& each) { return each.is_out(); });
+  if (IsListed(op.operator_name().name) && !takes_result) return absl::OkStatus();
+  return absl::PermissionDeniedError(absl::StrCat(
+      "operator ", name, " is not on the list of those that workers serve to each other"));
 }
 
 }  // namespace distgrad

@@ -5,6 +5,10 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 
+namespace c10 {
+class OperatorHandle;
+}
+
 namespace distgrad {
 
 // Returns kPermissionDenied unless `name` ("aten::add.Tensor") is an operator of libtorch's own
@@ -18,6 +22,12 @@ namespace distgrad {
 //
 // An operator that does not exist is not refused here. Thread-safe.
 absl::Status CheckSafe(absl::string_view name);
+
+// Returns kPermissionDenied unless a worker serves the operator to its peers by default: it is on
+// the list of those that were reviewed for that (served_operators.h), and neither unsafe as above
+// nor one that takes the tensor for its result ("add.out"). A peer has no use for these, and
+// several write there without a look at it. Thread-safe.
+absl::Status CheckServed(const c10::OperatorHandle& op);
 
 }  // namespace distgrad
 

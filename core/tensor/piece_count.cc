@@ -8,12 +8,12 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
-#include "core/tensor/find_operator.h"
 
 namespace distgrad {
 namespace {
@@ -68,12 +68,6 @@ int64_t SizeOf(const at::Tensor& tensor, absl::Span<const c10::IValue> args, siz
 // The pieces of a size of which each has `piece`, the last one perhaps less.
 int64_t PiecesOf(int64_t size, int64_t piece) { return (size - 1) / piece + 1; }
 
-// nullptr if there is none of that name.
-const c10::FunctionSchema* SchemaOf(absl::string_view name) {
-  const std::optional<c10::OperatorHandle> found = FindOperator(name);
-  return found.has_value() ? &found->schema() : nullptr;
-}
-
 bool IsListOfInts(c10::TypePtr type) {
   if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
   const auto list = type->cast<c10::ListType>();
@@ -82,22 +76,21 @@ bool IsListOfInts(c10::TypePtr type) {
 }
 
 // 0 for a convolution that has none.
-int64_t GroupsOf(absl::string_view name, absl::Span<const c10::IValue> args) {
-  const c10::FunctionSchema* const schema = SchemaOf(name);
-  const std::optional<int> place =
-      schema == nullptr ? std::nullopt : schema->argumentIndexWithName("groups");
+int64_t GroupsOf(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
+  const std::optional<int> place = op.schema().argumentIndexWithName("groups");
   if (!place.has_value() || static_cast<size_t>(*place) >= args.size()) return 0;
   return IntOf(args[*place]).value_or(0);
 }
 
 // Of input and state, or of data, the sizes of its batches and state.
-int64_t StepsOf(absl::string_view name, absl::Span<const c10::IValue> args) {
+int64_t StepsOf(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
   const auto size_of = [&](size_t argument, int64_t dimension) {
     if (argument >= args.size() || !args[argument].isTensor()) return int64_t{0};
     const at::Tensor& tensor = args[argument].toTensor();
     return tensor.defined() && dimension < tensor.dim() ? tensor.size(dimension) : 0;
   };
-  if (absl::StrContains(name, ".data")) return std::max(size_of(1, 0), size_of(2, 0));
+  if (absl::StartsWith(op.operator_name().overload_name, "data"))
+    return std::max(size_of(1, 0), size_of(2, 0));
   constexpr size_t kBatchFirst = 8;
   const bool batch_first = args.size() > kBatchFirst && IntOf(args[kBatchFirst]).value_or(0) != 0;
   return std::max(size_of(0, batch_first ? 1 : 0), size_of(1, 0));
@@ -329,10 +322,10 @@ bool Repeats(const at::Tensor& tensor, std::optional<int64_t> dimension = std::n
 
 bool CutsIntoPieces(absl::string_view name) { return CutOf(name).has_value(); }
 
-int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) {
-  const std::optional<Cut> cut = CutOf(name);
-  if (cut == Cut::kGroups) return GroupsOf(name, args);
-  if (cut == Cut::kSteps) return StepsOf(name, args);
+int64_t CountPieces(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
+  const std::optional<Cut> cut = CutOf(op.operator_name().name);
+  if (cut == Cut::kGroups) return GroupsOf(op, args);
+  if (cut == Cut::kSteps) return StepsOf(op, args);
   if (cut == Cut::kAtOnce || cut == Cut::kTimes) {
     return args.size() < 2 ? 0 : IntOf(args[1]).value_or(0);
   }
@@ -361,7 +354,8 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args) 
   return PiecesOf(size, *cut == Cut::kChunk ? PiecesOf(size, *number) : *number);
 }
 
-int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args) {
+int64_t CountListBytes(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
+  const std::string& name = op.operator_name().name;
   return std::max(SparseListBytes(name, args), NamedListBytes(name, args));
 }
 
@@ -381,17 +375,15 @@ ShownTensors CountShown(absl::Span<const c10::IValue> args) {
   return shown;
 }
 
-absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args) {
+absl::Status CheckListLengths(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
   constexpr size_t kDimensions = 64;  // of a tensor in a message, at most
   // Of what is to be padded, both ends of each dimension.
   constexpr size_t kMost = 2 * kDimensions;
-  if (CutsIntoPieces(name)) return absl::OkStatus();
-  const c10::FunctionSchema* schema = nullptr;
-  for (size_t i = 0; i < args.size(); ++i) {
+  if (CutsIntoPieces(op.operator_name().name)) return absl::OkStatus();
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  for (size_t i = 0; i < args.size() && i < arguments.size(); ++i) {
     if (!args[i].isList() || args[i].toListRef().size() <= kMost) continue;
-    if (schema == nullptr) schema = SchemaOf(name);
-    if (schema == nullptr || i >= schema->arguments().size()) return absl::OkStatus();
-    const c10::Argument& argument = schema->arguments()[i];
+    const c10::Argument& argument = arguments[i];
     if (!IsListOfInts(argument.real_type())) continue;
     // One for each product, of as many tensors as have come.
     if (argument.name() == "path") continue;
@@ -403,9 +395,9 @@ absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IVal
   return absl::OkStatus();
 }
 
-absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> args) {
+absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
   constexpr size_t kKey = 1, kValue = 2, kShare = 7;
-  if (name != "aten::scaled_dot_product_attention" || args.size() <= kShare ||
+  if (op.operator_name().name != "aten::scaled_dot_product_attention" || args.size() <= kShare ||
       IntOf(args[kShare]).value_or(0) == 0) {
     return absl::OkStatus();
   }
@@ -420,22 +412,24 @@ absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> ar
   return absl::OkStatus();
 }
 
-absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args,
+absl::Status CheckViews(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args,
                         const ShownTensors& shown) {
   if (shown.repeating.empty()) return absl::OkStatus();
-  const std::optional<c10::OperatorHandle> found = FindOperator(name);
-  if (!found.has_value()) return absl::OkStatus();
   for (const size_t place : shown.repeating) {
-    if (place >= found->schema().arguments().size()) break;
-    const c10::Argument& argument = found->schema().arguments()[place];
+    if (place >= op.schema().arguments().size()) break;
+    const c10::Argument& argument = op.schema().arguments()[place];
     if (argument.alias_info() == nullptr || !argument.alias_info()->isWrite()) continue;
-    if (OnlyTurnsView(*found)) break;
+    if (OnlyTurnsView(op)) break;
     return absl::InvalidArgumentError(absl::StrCat(
         "argument '", argument.name(), "' is written to, and one of its elements stands for many"));
   }
+  absl::string_view name = op.operator_name().name;
   absl::ConsumePrefix(&name, "aten::");
   absl::ConsumePrefix(&name, "nan");
-  if (name != "median.dim" && name != "median.dim_values") return absl::OkStatus();
+  // The overload without a dimension asks for one of all elements, and copies them.
+  if (name != "median" || !absl::StartsWith(op.operator_name().overload_name, "dim")) {
+    return absl::OkStatus();
+  }
   if (args.size() < 2 || !args[0].isTensor() || !args[0].toTensor().defined()) {
     return absl::OkStatus();
   }

@@ -13,6 +13,10 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 
+namespace c10 {
+class OperatorHandle;
+}
+
 namespace distgrad {
 
 // Whether operators of that name, in all their overloads, make so many tensors as a size of a
@@ -23,7 +27,7 @@ namespace distgrad {
 bool CutsIntoPieces(absl::string_view name);
 
 // How many these are. 0 for all other operators, and for arguments that it does not take.
-int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
+int64_t CountPieces(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // The bytes of the lists that an operator makes beside elements. Some grow with the square of the
 // number n of tensors, though each has but one element: the sizes and strides of the n views of n
@@ -38,7 +42,7 @@ int64_t CountPieces(absl::string_view name, absl::Span<const c10::IValue> args);
 // `softmax` and what calls it all places but those of its shortest dimension, each of which gets a
 // list. 0 for all other operators, for tensors of CUDA, whose operators do without these lists, and
 // for arguments that these do not take.
-int64_t CountListBytes(absl::string_view name, absl::Span<const c10::IValue> args);
+int64_t CountListBytes(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // What the strided tensors among the arguments show, those in lists of them too.
 struct ShownTensors {
@@ -55,18 +59,18 @@ ShownTensors CountShown(absl::Span<const c10::IValue> args);
 // what any tensor with as many dimensions as may be sent could want: operators make tensors of as
 // many dimensions of it, which takes the square of its length, or call themselves for each number,
 // which ends the process when the stack does. Lists of where to cut are counted as pieces.
-absl::Status CheckListLengths(absl::string_view name, absl::Span<const c10::IValue> args);
+absl::Status CheckListLengths(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for an attention in which several heads of queries share one of keys and values
 // (`enable_gqa`) and there is none of these: libtorch divides by their number, which ends the
 // process.
-absl::Status CheckHeads(absl::string_view name, absl::Span<const c10::IValue> args);
+absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for a view in which one element stands for many where libtorch takes each to
 // have memory of its own: in what is written to, as `linalg_svdvals.out` does without a look at it,
 // and in the dimension of which `median` and `nanmedian` are asked for. What an operator is said to
 // write to is no such place if only the tensor's sizes and strides change (`unsqueeze_`, `t_`).
-absl::Status CheckViews(absl::string_view name, absl::Span<const c10::IValue> args,
+absl::Status CheckViews(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args,
                         const ShownTensors& shown);
 
 }  // namespace distgrad

@@ -18,6 +18,7 @@
 #include "core/tensor/allocation_limit.h"
 #include "core/tensor/cheap_operators.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/find_operator.h"
 #include "core/tensor/number_check.h"
 #include "core/tensor/operator.h"
 #include "core/tensor/operator_policy.h"
@@ -254,16 +255,17 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
   if (parts_.options.serve_operators == ServeOperators::kNone) {
     return absl::PermissionDeniedError("operators are not served there");
   }
-  if (parts_.options.serve_operators == ServeOperators::kSafe) {
-    if (const absl::Status safe = CheckSafe(request.function); !safe.ok()) {
-      return absl::PermissionDeniedError(
-          absl::StrCat(safe.message(),
-                       ", and is not served there; a worker serves all operators if its options "
-                       "say so (serve_operators; in C the flag DG_WORKER_ALL_OPERATORS)"));
-    }
+  DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, FindOperator(request.function));
+  const bool serves_all = parts_.options.serve_operators == ServeOperators::kAll;
+  if (const absl::Status served = serves_all ? absl::OkStatus() : CheckServed(op); !served.ok()) {
+    return absl::PermissionDeniedError(absl::StrCat(
+        served.message(),
+        "; register a function there that calls it, or, if all members may do anything in that "
+        "process, have it serve all operators (ServeOperators::kAll, in C DG_WORKER_ALL_OPERATORS, "
+        "in Rust ServeOperators::All)"));
   }
   DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
-  const int64_t pieces = CountPieces(request.function, arguments);
+  const int64_t pieces = CountPieces(op, arguments);
   if (pieces > int64_t{parts_.options.limits.tensors_per_message}) {
     return absl::ResourceExhaustedError(absl::StrCat("it would make ", pieces,
                                                      " tensors; limit tensors_per_message is ",
@@ -280,7 +282,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
                          : "; most operators expand their arguments themselves, so send what was "
                            "expanded as it was before, or raise the limit of that worker"));
   }
-  const int64_t list_bytes = CountListBytes(request.function, arguments);
+  const int64_t list_bytes = CountListBytes(op, arguments);
   if (static_cast<uint64_t>(list_bytes) > parts_.options.limits.message_bytes) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "it would take ", list_bytes,
@@ -289,17 +291,17 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
         "limit message_bytes is ",
         parts_.options.limits.message_bytes));
   }
-  DG_RETURN_IF_ERROR(CheckHeads(request.function, arguments));
-  DG_RETURN_IF_ERROR(CheckViews(request.function, arguments, shown));
-  if (parts_.options.serve_operators == ServeOperators::kSafe) {
-    DG_RETURN_IF_ERROR(CheckListLengths(request.function, arguments));
-    DG_RETURN_IF_ERROR(CheckNumbers(request.function, arguments));
+  DG_RETURN_IF_ERROR(CheckHeads(op, arguments));
+  DG_RETURN_IF_ERROR(CheckViews(op, arguments, shown));
+  if (!serves_all) {
+    DG_RETURN_IF_ERROR(CheckListLengths(op, arguments));
+    DG_RETURN_IF_ERROR(CheckNumbers(op, arguments));
   }
   absl::StatusOr<std::vector<c10::IValue>> results;
   {
     // What is more could not be sent back.
     const AllocationLimit limit(parts_.options.limits.message_bytes, "limit message_bytes");
-    results = distgrad::CallOperator(request.function, std::move(arguments));
+    results = distgrad::CallOperator(op, std::move(arguments));
   }
   DG_RETURN_IF_ERROR(results.status());
   DG_RETURN_IF_ERROR(CheckSizes(*results));

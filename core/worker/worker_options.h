@@ -20,11 +20,12 @@ class Store;          // core/membership/store.h
 // Which operators ("aten::...") the other workers may call here; see docs/security.md.
 enum class ServeOperators {
   kNone,
-  // Those of libtorch's own that do nothing but compute: no file, no setting of the process, no
-  // operator that trusts its arguments unchecked. One that writes to its arguments is among them,
-  // since the worker has copies. See core/tensor/operator_policy.h.
+  // A list of some 400 of libtorch's own, of which each was reviewed for what a peer can do by it:
+  // what models are trained with. One that writes to its arguments is among them, since the worker
+  // has copies; one that takes the tensor of its result is not. See
+  // core/tensor/served_operators.cc. For others a registered function can call them.
   kSafe,
-  // All that are registered in this process.
+  // All that are registered in this process, whatever they do.
   kAll,
 };
 

@@ -86,13 +86,14 @@ std::string SayMemory() {
   return absl::StrCat(peak, " ", StatusBytes("VmHWM") - StatusBytes("RssFile"));
 }
 
-int RunServed(const std::string& folder) {
+int RunServed(const std::string& folder, ServeOperators operators) {
   // Where a limit is missing the machine goes on all the same.
   const rlimit room = {rlim_t{8} << 30, RLIM_INFINITY};
   if (kMeasures) setrlimit(RLIMIT_AS, &room);
   WorkerOptions options = Options(folder, 1);
   options.limits.message_bytes = kMessageBytes;
   options.limits.tensors_per_message = kTensors;
+  options.serve_operators = operators;
   auto worker = Worker::Create(std::move(options));
   absl::Status status = worker.status();
   if (status.ok()) {
@@ -135,52 +136,76 @@ std::vector<Attack> Attacks() {
       {"aten::new_ones", {x, Ints{int64_t{1} << 28}}, kExhausted},
       {"aten::repeat", {x, Ints{int64_t{1} << 28}}, kExhausted},
       {"aten::select.int", {View({kHuge}), 0, 0}, kExhausted},
-      {"aten::as_strided", {at::ones({3}), Ints{2, 2, kHuge}, Ints{1, 1, 0}}, kExhausted},
       {"aten::mm", {at::ones({100000, 1}), at::ones({1, 100000})}, kExhausted},
       // Tensors without elements.
       {"aten::unbind.int", {at::zeros({int64_t{1} << 30, 0})}, kExhausted},
       {"aten::tensor_split.sections", {at::zeros({1, 0}), int64_t{1} << 30, 1}, kExhausted},
-      {"aten::combinations", {x, kHuge}, kExhausted},
       // Lists.
       {"aten::meshgrid", {std::vector<at::Tensor>(1000, x)}, kExhausted},
       {"aten::topk", {at::ones({500000}), 1}, kExhausted},
-      {"aten::unique_dim", {at::zeros({int64_t{1} << 30, 0}), 0}, kExhausted},
       {"aten::roll", {x, Ints(200000, 0), Ints(200000, 0)}, kInvalid},
+      // Sizes of what has no elements there: lists of as many columns, which may be any number.
+      {"aten::mm", {Sparse(1, 1), Sparse(1, kWide)}, kExhausted},
+      {"aten::matmul", {Sparse(1, 1), Sparse(1, kWide)}, kExhausted},
+      // What would end the process, by its own name and by one that the dispatcher takes for it.
+      {"aten::scaled_dot_product_attention", attention, kInvalid},
+      {"aten::scaled_dot_product_attention.", attention, StatusCode::kNotFound},
+      // What would write beside a tensor.
+      {"aten::repeat_interleave.self_Tensor",
+       {at::ones({3}), at::full({3}, -1, at::kLong)},
+       kDenied},
+      // What nobody has read.
+      {"aten::combinations", {x, kHuge}, kDenied},
+      {"aten::fft_fft", {x, 524287}, kDenied},
+      {"aten::neg.out", {at::ones({3}), View({3})}, kDenied},
+      {"aten::empty.memory_format", {Ints{1 << 10}}, kDenied},
+      // What does more than compute.
+      {"aten::from_file", {"/etc/passwd", none, 1}, kDenied},
+      {"aten::_sparse_coo_tensor_unsafe", {x, x, Ints{kHuge}}, kDenied},
+      {"aten::set_.source_Tensor", {x, x}, kDenied},
+      {"profiler::_record_function_enter", {x}, kDenied},
+      {"prim::Print", {x}, StatusCode::kNotFound},
+  };
+}
+
+// Of a worker that serves all operators, whose limits are the same.
+std::vector<Attack> AttacksOnAll() {
+  const c10::IValue none;
+  const at::Tensor x = at::ones({1});
+  const auto kExhausted = StatusCode::kResourceExhausted;
+  const auto kInvalid = StatusCode::kInvalidArgument;
+  constexpr int64_t kHuge = int64_t{1} << 40, kWide = int64_t{1} << 25;
+  return {
+      // Elements.
+      {"aten::as_strided", {at::ones({3}), Ints{2, 2, kHuge}, Ints{1, 1, 0}}, kExhausted},
+      // Tensors without elements.
+      {"aten::combinations", {x, kHuge}, kExhausted},
+      // Lists.
+      {"aten::unique_dim", {at::zeros({int64_t{1} << 30, 0}), 0}, kExhausted},
       // Scratch.
       {"aten::fft_fft", {x, 524287}, kExhausted},
       {"aten::stft",
        {at::ones({2 * 131071}), 131071, none, none, none, false, none, true},
        kExhausted},
-      // Sizes of what has no elements there: lists of as many columns, which may be any number.
-      {"aten::mm", {Sparse(1, 1), Sparse(1, kWide)}, kExhausted},
-      {"aten::matmul", {Sparse(1, 1), Sparse(1, kWide)}, kExhausted},
+      // Sizes of what has no elements there.
       {"aten::chain_matmul", {std::vector<at::Tensor>{Sparse(1, 1), Sparse(1, kWide)}}, kExhausted},
       {"aten::to_sparse_bsr", {Sparse(1, kWide), Ints{1, 1}}, kExhausted},
-      // What would end the process, by its own name and by one that the dispatcher takes for it.
-      {"aten::scaled_dot_product_attention", attention, kInvalid},
-      {"aten::scaled_dot_product_attention.", attention, StatusCode::kNotFound},
       // What would read or write beside a tensor.
       {"aten::median.dim", {View({1, 1000, 1}), 1}, kInvalid},
       {"aten::neg.out", {at::ones({3}), View({3})}, kInvalid},
-      {"aten::repeat_interleave.self_Tensor",
-       {at::ones({3}), at::full({3}, -1, at::kLong)},
-       kDenied},
-      // What does more than compute.
-      {"aten::from_file", {"/etc/passwd", none, 1}, kDenied},
-      {"aten::_sparse_coo_tensor_unsafe", {x, x, Ints{kHuge}}, kDenied},
-      {"aten::set_.source_Tensor", {x, x}, kDenied},
-      {"prim::Print", {x}, kDenied},
   };
 }
 
 class OperatorAttackTest : public testing::Test {
  protected:
+  explicit OperatorAttackTest(std::string how = "--serve") : how_(std::move(how)) {}
+
   void SetUp() override {
     std::string folder = absl::StrCat(std::getenv("TEST_TMPDIR"), "/attack-XXXXXX");
     ASSERT_NE(mkdtemp(folder.data()), nullptr);
     std::ofstream(absl::StrCat(folder, "/key")) << "a key of thirty-two bytes, about\n";
     ASSERT_EQ(chmod(absl::StrCat(folder, "/key").c_str(), 0600), 0);
-    served_ = std::make_unique<ChildProcess>(std::vector<std::string>{"--serve", folder});
+    served_ = std::make_unique<ChildProcess>(std::vector<std::string>{how_, folder});
     auto worker = Worker::Create(Options(folder, 0));
     ASSERT_TRUE(worker.ok()) << worker.status();
     worker_ = *std::move(worker);
@@ -228,6 +253,14 @@ class OperatorAttackTest : public testing::Test {
     ASSERT_NO_FATAL_FAILURE(ExpectHonestCallsServed());
   }
 
+  void ExpectEachFails(const std::vector<Attack>& attacks) {
+    for (const Attack& attack : attacks) {
+      SCOPED_TRACE(attack.name);
+      ASSERT_NO_FATAL_FAILURE(ExpectFails(
+          attack.code, [&] { return worker_->CallOp(1, attack.name, attack.arguments).status(); }));
+    }
+  }
+
   // In good order, and so it has served to the end.
   void ExpectEndsWell() {
     const absl::Status ended = worker_->Shutdown(absl::Now() + absl::Minutes(1));
@@ -236,16 +269,13 @@ class OperatorAttackTest : public testing::Test {
     EXPECT_EQ(served_->Wait(), 0);
   }
 
+  const std::string how_;
   std::unique_ptr<ChildProcess> served_;
   std::unique_ptr<Worker> worker_;
 };
 
 TEST_F(OperatorAttackTest, EachCallGetsAnErrorWithinTheLimits) {
-  for (const Attack& attack : Attacks()) {
-    SCOPED_TRACE(attack.name);
-    ASSERT_NO_FATAL_FAILURE(ExpectFails(
-        attack.code, [&] { return worker_->CallOp(1, attack.name, attack.arguments).status(); }));
-  }
+  ASSERT_NO_FATAL_FAILURE(ExpectEachFails(Attacks()));
   // What is no list of values at all.
   const std::vector<std::string> garbage = {"", "garbage", std::string(16, '\xff')};
   for (const std::string& words : garbage) {
@@ -254,6 +284,16 @@ TEST_F(OperatorAttackTest, EachCallGetsAnErrorWithinTheLimits) {
       return worker_->Call(1, "aten::neg", {words, {}}).status();
     }));
   }
+  ExpectEndsWell();
+}
+
+class AllOperatorsAttackTest : public OperatorAttackTest {
+ protected:
+  AllOperatorsAttackTest() : OperatorAttackTest("--serve-all") {}
+};
+
+TEST_F(AllOperatorsAttackTest, EachCallGetsAnErrorWithinTheLimits) {
+  ASSERT_NO_FATAL_FAILURE(ExpectEachFails(AttacksOnAll()));
   ExpectEndsWell();
 }
 
@@ -386,7 +426,12 @@ TEST_F(OperatorAttackTest, APoolWhoseWindowsAreAllPaddingWritesNowhere) {
 }  // namespace distgrad
 
 int main(int argc, char** argv) {
-  if (argc == 3 && argv[1] == std::string("--serve")) return distgrad::RunServed(argv[2]);
+  if (argc == 3 && argv[1] == std::string("--serve")) {
+    return distgrad::RunServed(argv[2], distgrad::ServeOperators::kSafe);
+  }
+  if (argc == 3 && argv[1] == std::string("--serve-all")) {
+    return distgrad::RunServed(argv[2], distgrad::ServeOperators::kAll);
+  }
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

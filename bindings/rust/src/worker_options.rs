@@ -100,7 +100,7 @@ impl WorkerOptions {
         self.0.join_timeout_ms = not_zero_milliseconds(timeout);
         self
     }
-    /// Sets which operators the others may call here. Default: those of torch that only compute.
+    /// Sets which operators the others may call here. Default: a list of torch's.
     pub fn serve_operators(mut self, operators: ServeOperators) -> Self {
         self.set_flag(NO_OPERATORS, operators == ServeOperators::None);
         self.set_flag(ALL_OPERATORS, operators == ServeOperators::All);
@@ -198,14 +198,16 @@ impl WorkerOptions {
 /// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ServeOperators {
-    /// Those of torch that do nothing but compute, and check what they are given; docs/security.md
-    /// has the rule. One that writes to its arguments is among them: the worker has copies.
+    /// A list of some 400 of torch's, which models are trained with, and of which each was reviewed
+    /// for what a peer can do by it; docs/security.md says how. One that writes to its arguments is
+    /// among them: the worker has copies. For others a [registered](crate::Worker::register)
+    /// function can call them.
     #[default]
     Safe,
     /// None.
     #[doc(alias = "DG_WORKER_NO_OPERATORS")]
     None,
-    /// All that this process has.
+    /// All that this process has, whatever they do.
     #[doc(alias = "DG_WORKER_ALL_OPERATORS")]
     All,
 }

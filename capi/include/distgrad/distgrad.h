@@ -435,9 +435,9 @@ DG_API DG_MUST_USE dg_error* dg_op_call(dg_str op, const dg_value* arguments, si
 
 /* Returns NULL if an operator is functional: it only computes, and writes to none of its arguments,
  * so that no arguments make it do harm, and a memory-safe language may offer it to safe code.
- * DG_PERMISSION_DENIED if it writes to its arguments, or if peers may not call it unless a worker
- * has DG_WORKER_ALL_OPERATORS (docs/security.md), for it trusts sizes or how its arguments fit
- * together, or touches files or a tensor's storage. DG_NOT_FOUND for an unknown name. */
+ * DG_PERMISSION_DENIED if it writes to its arguments, trusts sizes or how its arguments fit
+ * together, or touches files or a tensor's storage. Which operators peers may call is another,
+ * shorter list (docs/security.md). DG_NOT_FOUND for an unknown name. */
 DG_API DG_MUST_USE dg_error* dg_op_check_functional(dg_str op) DG_NOEXCEPT;
 
 /* The same as dg_op_call, for operators whose results are tensors: stores them in
@@ -656,7 +656,7 @@ typedef struct dg_worker_options {
         0, 0, 0, 0, 0, 0                                                                         \
   }
 /* Flags of dg_worker_options. Which operators the others may call here: without one of these
- * two, those of torch that only compute (docs/security.md). Not both. */
+ * two, a list of torch's (docs/security.md). Not both. */
 #define DG_WORKER_NO_OPERATORS UINT64_C(1)  /* none */
 #define DG_WORKER_ALL_OPERATORS UINT64_C(2) /* all that this process has */
 /* Joins a running job as one more worker: the store gives its rank, and `rank` and `world_size`
