@@ -25,6 +25,7 @@ constexpr int64_t kLargest = int64_t{1} << 40;   // of any integer that counts s
 constexpr int64_t kElements = int64_t{1} << 38;  // of a tensor, but for its sizes of 0
 constexpr int64_t kWindow = int64_t{1} << 24;    // the places of a window
 constexpr int64_t kStep = int64_t{1} << 31;      // between windows, or beside them
+constexpr int64_t kConvolutionStride = 1 << 10;
 constexpr int64_t kFactor = int64_t{1} << 20;
 constexpr int64_t kBound = int64_t{1} << 61;  // the difference of two has 63 bits
 constexpr double kLeastScale = 1e-6, kMostScale = 1e6;
@@ -93,6 +94,8 @@ absl::Status CheckRange(absl::string_view base, const c10::Argument& argument,
     most = kWindow;
   } else if (argument.name() == "upscale_factor" || argument.name() == "downscale_factor") {
     most = kFactor;
+  } else if (argument.name() == "stride" && absl::StartsWith(base, "conv")) {
+    most = kConvolutionStride;
   } else if (argument.name() == "padding" || argument.name() == "dilation" ||
              (argument.name() == "stride" && !absl::StrContains(base, "strided"))) {
     most = kStep;
@@ -200,7 +203,8 @@ int64_t Of(const std::vector<int64_t>& numbers, size_t i, int64_t none) {
 }
 
 absl::Status CheckMaximum(absl::string_view base, absl::Span<const c10::IValue> args) {
-  constexpr size_t kPadding = 3, kDilation = 4;
+  constexpr size_t kKernel = 1, kPadding = 3, kDilation = 4;
+  constexpr int64_t kExtent = int64_t{1} << 30;
   const size_t at = base.find("max_pool");
   if (at == absl::string_view::npos || absl::StartsWith(base, "adaptive") ||
       args.size() <= kDilation || !args[0].isTensor() || !args[0].toTensor().defined()) {
@@ -212,7 +216,8 @@ absl::Status CheckMaximum(absl::string_view base, absl::Span<const c10::IValue> 
   const at::Tensor& input = args[0].toTensor();
   const auto input_dimensions = static_cast<size_t>(input.dim());
   if (dimensions > 3 || input_dimensions < dimensions) return absl::OkStatus();  // libtorch's error
-  const std::vector<int64_t> padding = IntsOf(args[kPadding]), dilation = IntsOf(args[kDilation]);
+  const std::vector<int64_t> kernel = IntsOf(args[kKernel]), padding = IntsOf(args[kPadding]),
+                             dilation = IntsOf(args[kDilation]);
   for (size_t i = 0; i < dimensions; ++i) {
     const int64_t size = input.size(static_cast<int64_t>(input_dimensions - dimensions + i));
     if (Of(padding, i, 0) > 0 && Of(dilation, i, 1) > size) {
@@ -220,8 +225,24 @@ absl::Status CheckMaximum(absl::string_view base, absl::Span<const c10::IValue> 
           absl::StrCat("a dilation of ", Of(dilation, i, 1), " is more than the ", size,
                        " places of a dimension that is padded: windows may have none of these"));
     }
+    // CheckRange() has taken these, so this does not wrap around; libtorch's 32 bits may.
+    const int64_t extent = Of(dilation, i, 1) * Of(kernel, i, 1);
+    if (extent > kExtent) {
+      return absl::InvalidArgumentError(absl::StrCat("a window goes over ", extent,
+                                                     " places, and may over ", kExtent,
+                                                     " at most, its dilation included"));
+    }
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckPadding(absl::string_view base, absl::Span<const c10::IValue> args) {
+  constexpr size_t kPad = 1, kMode = 2, kOfThree = 6;
+  if (base != "pad" || args.size() <= kMode || !args[kMode].isString() ||
+      args[kMode].toStringRef() != "reflect" || IntsOf(args[kPad]).size() < kOfThree) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError("three dimensions are not reflected for a peer");
 }
 
 absl::Status CheckScale(absl::string_view base, const c10::Argument& argument,
@@ -257,6 +278,7 @@ absl::Status CheckNumbers(const c10::OperatorHandle& op, absl::Span<const c10::I
   DG_RETURN_IF_ERROR(CheckDivision(base, args));
   DG_RETURN_IF_ERROR(CheckBounds(base, arguments, args));
   DG_RETURN_IF_ERROR(CheckAverage(base, args));
+  DG_RETURN_IF_ERROR(CheckPadding(base, args));
   return CheckMaximum(base, args);
 }
 

@@ -30,6 +30,11 @@ namespace distgrad {
 //     sizes;
 //   - a dilation of a maximum pooling that is larger than the padded dimension: a window may have
 //     all its places in the padding, and libtorch then takes one behind the last for the largest;
+//     and a window of one that, with its dilation, goes over more than 2^30 places, whose end
+//     libtorch computes in 32 bits;
+//   - a stride of a convolution beyond 2^10: oneDNN's kernel for what is transposed, and so for the
+//     derivative of the others, ends the process with one of 2^14;
+//   - a `pad` that reflects three dimensions, as `reflection_pad3d` does, which is not served;
 //   - a scale of an `upsample_*` that is not from 1e-6 to 1e6: places are made of floats that no
 //     integer holds.
 //

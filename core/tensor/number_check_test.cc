@@ -127,6 +127,32 @@ TEST(NumberCheckTest, AWindowOfAMaximumHasAPlaceInside) {
   ExpectTaken("aten::max_pool2d", {at::ones({1}), 2, 1, 1, 2});  // libtorch refuses that
 }
 
+TEST(NumberCheckTest, AWindowOfAMaximumEndsWhere32BitsReach) {
+  const at::Tensor x = at::ones({1, 1, 10, 10});
+  constexpr int64_t kAlmost = (int64_t{1} << 31) - 1;
+  ExpectRefused("aten::max_pool2d", {x, Ints{3, 3}, Ints{1, 1}, Ints{0, 0}, Ints{kAlmost, 1}});
+  ExpectRefused("aten::max_pool2d", {x, Ints{1, 1 << 20}, 1, 0, Ints{1, 1 << 20}});
+  ExpectTaken("aten::max_pool2d", {x, Ints{1, 1 << 10}, 1, 0, Ints{1, 1 << 20}});
+}
+
+TEST(NumberCheckTest, AConvolutionTakesStepsOfItsOwn) {
+  const at::Tensor x = at::ones({2, 4, 10}), w = at::ones({4, 4, 3}), none;
+  ExpectRefused("aten::conv1d", {x, w, none, 1025});
+  ExpectTaken("aten::conv1d", {x, w, none, 1024});
+  ExpectRefused("aten::conv1d.padding", {x, w, none, Ints{1025}, "valid"});
+  ExpectRefused("aten::conv_transpose1d", {x, w, none, 1 << 14});
+  ExpectRefused("aten::conv2d", {x, w, none, Ints{1, 1 << 14}});
+  ExpectRefused("aten::convolution", {x, w, none, 1 << 14, 0, 1, true, 8, 1});
+  ExpectTaken("aten::conv1d", {x, w, none, 1, 1025, 1025});
+}
+
+TEST(NumberCheckTest, ThreeDimensionsAreNotReflected) {
+  const at::Tensor x = at::ones({1, 4, 4, 4, 4});
+  ExpectRefused("aten::pad", {x, Ints{1, 1, 1, 1, 1, 1}, "reflect"});
+  ExpectTaken("aten::pad", {x, Ints{1, 1, 1, 1, 1, 1}, "replicate"});
+  ExpectTaken("aten::pad", {x[0], Ints{1, 1, 1, 1}, "reflect"});
+}
+
 TEST(NumberCheckTest, AveragesOfIntegersAreNotPooled) {
   ExpectRefused("aten::avg_pool2d", {Longs(1).view({1, 1, 2}), Ints{1, 1}});
   ExpectRefused("aten::avg_pool3d_backward.grad_input", {Longs(1)});

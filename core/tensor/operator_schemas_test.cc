@@ -246,8 +246,11 @@ class Arguments {
     hostile_ = hostile;
     wild_ = wild;
     is_of_integers_ = wild && Below(3) == 0;
-    shape_ = wild && Below(4) == 0 ? empty_shapes_[Below(empty_shapes_.size())]
-                                   : shapes_[Below(shapes_.size())];
+    const auto& shapes = !wild           ? shapes_
+                         : Below(4) == 0 ? empty_shapes_
+                         : Below(3) == 0 ? large_shapes_
+                                         : shapes_;
+    shape_ = shapes[Below(shapes.size())];
     Values arguments;
     for (const c10::Argument& argument : schema.arguments()) {
       length_ = argument.N();
@@ -283,13 +286,16 @@ class Arguments {
   // Of the type of the others, or of any.
   at::Tensor WildTensor(const std::vector<int64_t>& shape) {
     if (!is_of_integers_ || Below(8) == 0) {
-      constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble, at::kByte, at::kInt, at::kBool};
+      constexpr at::ScalarType kTypes[] = {at::kFloat, at::kDouble,        at::kByte,
+                                           at::kInt,   at::kBool,          at::kHalf,
+                                           at::kShort, at::kComplexDouble, at::kBFloat16};
       at::Tensor tensor = at::empty(shape, at::kDouble);
       for (int64_t i = 0; i < tensor.numel(); ++i) tensor.data_ptr<double>()[i] = WildFloat();
       // An integer that a float has no place in is another one on another processor.
       const at::ScalarType type = kTypes[Below(std::size(kTypes))];
-      return at::isFloatingType(type) ? tensor.to(type)
-                                      : tensor.nan_to_num(0, 1, 0).clamp(0, 100).to(type);
+      return at::isFloatingType(type) || at::isComplexType(type)
+                 ? tensor.to(type)
+                 : tensor.nan_to_num(0, 1, 0).clamp(0, 100).to(type);
     }
     at::Tensor tensor = at::empty(shape, at::kLong);
     for (int64_t i = 0; i < tensor.numel(); ++i) {
@@ -376,6 +382,10 @@ class Arguments {
       case c10::TypeKind::StringType: {
         if (!hostile_) return std::nullopt;
         if (name == "rounding_mode") return c10::IValue(Below(2) == 0 ? "trunc" : "floor");
+        if (name == "mode" && Below(2) == 0) {
+          constexpr const char* kModes[] = {"constant", "reflect", "replicate", "circular"};
+          return c10::IValue(kModes[Below(std::size(kModes))]);
+        }
         constexpr const char* kWords[] = {"sum",  "mean", "prod", "amax",    "amin",   "max",
                                           "min",  "left", "none", "reduced", "linear", "fro",
                                           "same", "ij",   "L",    "tanh",    "add",    "multiply"};
@@ -397,6 +407,20 @@ class Arguments {
         }
         return c10::IValue(std::move(list));
       }
+      case c10::TypeKind::ScalarTypeType:
+        if (!wild_) return std::nullopt;
+        return c10::IValue(static_cast<int64_t>(Below(at::NumScalarTypes)));
+      case c10::TypeKind::LayoutType:
+        if (!wild_) return std::nullopt;
+        return c10::IValue(
+            static_cast<int64_t>(Below(static_cast<size_t>(at::Layout::NumOptions))));
+      case c10::TypeKind::MemoryFormatType:
+        if (!wild_) return std::nullopt;
+        return c10::IValue(
+            static_cast<int64_t>(Below(static_cast<size_t>(at::MemoryFormat::NumOptions))));
+      case c10::TypeKind::DeviceObjType:
+        if (!wild_) return std::nullopt;
+        return c10::IValue(at::Device(Below(3) == 0 ? at::kMeta : at::kCPU));
       default:
         return std::nullopt;  // a default will do
     }
@@ -406,6 +430,9 @@ class Arguments {
       {}, {1}, {2}, {3}, {2, 2}, {2, 3}, {2, 2, 2}, {3, 2, 2}, {1, 2, 2, 2}};
   const std::vector<std::vector<int64_t>> empty_shapes_ = {
       {0}, {0, 2}, {2, 0}, {2, 0, 2}, {0, 2, 2}, {1, 0, 2, 2}, {0, 1, 2, 2}, {1, 2, 0, 2}};
+  // For what a kernel does several at a time, and of some the rest.
+  const std::vector<std::vector<int64_t>> large_shapes_ = {
+      {67}, {33, 33}, {2, 4, 33}, {4, 17, 17}, {2, 4, 9, 9}, {1, 4, 5, 5, 5}};
   std::mt19937 random_;
   std::vector<at::Tensor> tensors_;
   bool hostile_ = false;

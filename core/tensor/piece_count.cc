@@ -271,6 +271,10 @@ int64_t NamedListBytes(absl::string_view name, absl::Span<const c10::IValue> arg
   if (!absl::ConsumePrefix(&name, "aten::") || args.empty()) return 0;
   name = name.substr(0, name.find('.'));
   if (name == "topk") return ElementListBytes(DimensionOf(args, 2, /*usual=*/-1));
+  // Without replacement it takes the first ones of random numbers.
+  if (name == "multinomial" && (args.size() < 3 || IntOf(args[2]).value_or(0) == 0)) {
+    return ElementListBytes(DimensionOf(args, args.size(), /*usual=*/-1));
+  }
   if (name == "mode") return ElementListBytes(DimensionOf(args, 1, /*usual=*/-1));
   if (name == "median" || name == "nanmedian") {
     return ElementListBytes(DimensionOf(args, 1, /*usual=*/std::nullopt));
@@ -396,18 +400,17 @@ absl::Status CheckListLengths(const c10::OperatorHandle& op, absl::Span<const c1
 }
 
 absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
-  constexpr size_t kKey = 1, kValue = 2, kShare = 7;
-  if (op.operator_name().name != "aten::scaled_dot_product_attention" || args.size() <= kShare ||
-      IntOf(args[kShare]).value_or(0) == 0) {
-    return absl::OkStatus();
-  }
-  for (const size_t place : {kKey, kValue}) {
-    if (!args[place].isTensor()) continue;
-    const at::Tensor& heads = args[place].toTensor();
-    if (!heads.defined() || heads.dim() < 3 || heads.size(-3) > 0) continue;
-    return absl::InvalidArgumentError(absl::StrCat("with enable_gqa the ",
-                                                   place == kKey ? "keys" : "values",
-                                                   " need a head at least, and have none"));
+  constexpr const char* kNames[] = {"queries", "keys", "values"};
+  constexpr size_t kShare = 7;
+  if (op.operator_name().name != "aten::scaled_dot_product_attention") return absl::OkStatus();
+  const bool shared = args.size() > kShare && IntOf(args[kShare]).value_or(0) != 0;
+  for (size_t i = 0; i < 3 && i < args.size(); ++i) {
+    if (!args[i].isTensor() || !args[i].toTensor().defined()) continue;
+    const at::Tensor& heads = args[i].toTensor();
+    // Of three dimensions the first one is mostly a batch's, and is no head's then.
+    if (heads.dim() < (shared ? 3 : 4) || heads.size(-3) > 0) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ", kNames[i], " of an attention need a head at least, and have none"));
   }
   return absl::OkStatus();
 }

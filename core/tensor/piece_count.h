@@ -33,15 +33,15 @@ int64_t CountPieces(const c10::OperatorHandle& op, absl::Span<const c10::IValue>
 // number n of tensors, though each has but one element: the sizes and strides of the n views of n
 // dimensions that `meshgrid` makes, and `cartesian_prod` and `combinations` by it, with what
 // autograd keeps of each; and the costs of all products of neighbours of `linalg_multi_dot` and
-// `chain_matmul`. `topk`, `mode`, `median` and `nanmedian` make one, on each thread, of the
-// elements of a dimension. `unique_dim` and its kin make a tensor for each place in a dimension, of
-// which there may be more than tensors in a message. `fft_fft` and its kin, `stft` and `istft`
-// compute a length with a large prime factor by longer ones; and `meshgrid` puts a tensor that it
-// does not take into its error, as text. Of a sparse tensor the places of its longest dimension
-// count, for any operator: some make lists of them, and no element says how many there are; and for
-// `softmax` and what calls it all places but those of its shortest dimension, each of which gets a
-// list. 0 for all other operators, for tensors of CUDA, whose operators do without these lists, and
-// for arguments that these do not take.
+// `chain_matmul`. `topk`, `multinomial` without replacement, `mode`, `median` and `nanmedian`
+// make one, on each thread, of the elements of a dimension. `unique_dim` and its kin make a tensor
+// for each place in a dimension, of which there may be more than tensors in a message. `fft_fft`
+// and its kin, `stft` and `istft` compute a length with a large prime factor by longer ones; and
+// `meshgrid` puts a tensor that it does not take into its error, as text. Of a sparse tensor the
+// places of its longest dimension count, for any operator: some make lists of them, and no element
+// says how many there are; and for `softmax` and what calls it all places but those of its shortest
+// dimension, each of which gets a list. 0 for all other operators, for tensors of CUDA, whose
+// operators do without these lists, and for arguments that these do not take.
 int64_t CountListBytes(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // What the strided tensors among the arguments show, those in lists of them too.
@@ -61,9 +61,9 @@ ShownTensors CountShown(absl::Span<const c10::IValue> args);
 // which ends the process when the stack does. Lists of where to cut are counted as pieces.
 absl::Status CheckListLengths(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
-// kInvalidArgument for an attention in which several heads of queries share one of keys and values
-// (`enable_gqa`) and there is none of these: libtorch divides by their number, which ends the
-// process.
+// kInvalidArgument for an attention without heads: of four dimensions, or of three if several heads
+// of queries share one of keys and values (`enable_gqa`). libtorch divides by their number, which
+// ends the process.
 absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for a view in which one element stands for many where libtorch takes each to

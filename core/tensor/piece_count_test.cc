@@ -44,6 +44,7 @@ at::Tensor OnGpu(std::vector<int64_t> sizes) {
 TEST(PieceCountTest, ListsAreOfTheProcessorAlone) {
   const std::vector<std::pair<std::string, Values>> calls = {
       {"aten::topk", {1}},
+      {"aten::multinomial", {2, false}},
       {"aten::mode", {}},
       {"aten::unique_dim", {0}},
       {"aten::unique_dim.out", {-1}},

@@ -804,24 +804,30 @@ TEST_P(CallsTest, HowManyTensorsAnOperatorNeedsIsBounded) {
 }
 
 // The process would end, and not the call alone: it divides by the number of heads.
-TEST_P(CallsTest, AnAttentionThatSharesHeadsNeedsOne) {
+TEST_P(CallsTest, AnAttentionNeedsAHead) {
   Start({.workers = 2});
-  const auto attend = [&](std::vector<int64_t> queries, std::vector<int64_t> keys,
-                          std::vector<int64_t> values) {
+  using Sizes = std::vector<int64_t>;
+  const auto attend = [&](const Sizes& queries, const Sizes& keys, const Sizes& values,
+                          bool share) {
     return worker(0)
         .CallOp(1, "aten::scaled_dot_product_attention",
                 {at::ones(queries), at::ones(keys), at::ones(values), c10::IValue(), 0.0, false,
-                 c10::IValue(), true})
+                 c10::IValue(), share})
         .status();
   };
-  for (const absl::Status& status :
-       {attend({0, 4, 2}, {0, 4, 2}, {0, 4, 2}), attend({1, 2, 4, 2}, {1, 0, 4, 2}, {1, 1, 4, 2}),
-        attend({1, 2, 4, 2}, {1, 1, 4, 2}, {1, 0, 4, 2})}) {
+  for (const absl::Status& status : {attend({0, 4, 2}, {0, 4, 2}, {0, 4, 2}, true),
+                                     attend({1, 2, 4, 2}, {1, 0, 4, 2}, {1, 1, 4, 2}, true),
+                                     attend({1, 2, 4, 2}, {1, 1, 4, 2}, {1, 0, 4, 2}, true),
+                                     attend({2, 0, 5, 8}, {2, 0, 7, 8}, {2, 0, 7, 8}, false)}) {
     EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), "need a head at least")) << status;
   }
-  const absl::Status good = attend({1, 2, 4, 2}, {1, 1, 4, 2}, {1, 1, 4, 2});
-  EXPECT_TRUE(good.ok()) << good;
+  for (const absl::Status& good : {attend({1, 2, 4, 2}, {1, 1, 4, 2}, {1, 1, 4, 2}, true),
+                                   attend({1, 2, 4, 2}, {1, 2, 4, 2}, {1, 2, 4, 2}, false),
+                                   // A batch of none, of heads that are not shared.
+                                   attend({0, 4, 2}, {0, 4, 2}, {0, 4, 2}, false)}) {
+    EXPECT_TRUE(good.ok()) << good;
+  }
 }
 
 // The process would end, and not the call alone: it calls itself for each shift.

@@ -375,6 +375,17 @@ std::vector<NumbersCall> CallsByNumbers() {
       {"aten::upsample_nearest1d", {at::ones({1, 1, 1}, at::kByte), Ints{3}, 1e-30}},
       // A size below none, and no elements for what counts on it.
       {"aten::as_strided", {x, Ints{-1}, Ints{1}}},
+      // oneDNN makes a kernel for that stride, which ends the process.
+      {"aten::conv_transpose1d",
+       {at::ones({2, 4, 10}), at::ones({4, 4, 3}), none, 1 << 16, 0, (1 << 16) - 1, 1, 1}},
+      // Where such a window ends is no number of 32 bits.
+      {"aten::max_pool2d",
+       {at::ones({2, 4, 10, 10}), Ints{3, 3}, Ints{1, 1}, Ints{0, 0}, Ints{INT32_MAX, INT32_MAX},
+        true}},
+      // Divides by the number of heads.
+      {"aten::scaled_dot_product_attention",
+       {at::ones({2, 0, 5, 8}), at::ones({2, 0, 7, 8}), at::ones({2, 0, 7, 8}), none, 0.0, false,
+        none, false}},
       // A list of 24 bytes for each place of all dimensions but one: 240 MB here.
       {"aten::softmax.int",
        {at::sparse_coo_tensor(places, at::ones({1}), {10000, 1000, 1}), 2, none}},
