@@ -49,7 +49,11 @@ absl::StatusOr<Pipeline*> DistributedLearner::PipelineFor(int64_t images) {
   const int micro_batches = static_cast<int>(std::min<int64_t>(micro_batches_, images));
   std::unique_ptr<Pipeline>& pipeline = pipelines_[micro_batches];
   if (pipeline == nullptr) {
-    DG_ASSIGN_OR_RETURN(Schedule schedule, ZeroBubbleH2(worker_->world_size(), micro_batches));
+    const int stages = worker_->world_size();
+    // With fewer micro-batches ZB-H2 is idle for longer than ZB-H1.
+    DG_ASSIGN_OR_RETURN(Schedule schedule, micro_batches >= 2 * (stages - 1)
+                                               ? ZeroBubbleH2(stages, micro_batches)
+                                               : ZeroBubbleH1(stages, micro_batches));
     DG_ASSIGN_OR_RETURN(pipeline, Pipeline::Create(worker_, {.name = kPipeline,
                                                              .workers = worker_->names(),
                                                              .schedule = std::move(schedule)}));

@@ -95,8 +95,11 @@ absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches);
 
 // ZeroBubbleH1() with twice as many forwards ahead: ZB-H2 of the same paper, but that no rank
 // begins the next batch before all are through with this one. A rank so has work while the first
-// gradients come back, and what comes late holds up less. Where M >= 2 (S - 1) a rank is idle for
-// (S - 1) F, if I takes no less than F and W. For that each rank holds min(M, 2 S - 1) activations.
+// gradients come back, and what comes late holds up less. Where M >= 2 S - 1 a rank is idle for
+// (S - 1) F, if F <= I <= 2 F and I / 2 <= W <= I, which is never longer than with ZeroBubbleH1();
+// if the three take the same time, where M >= 2 (S - 1). With fewer micro-batches ZeroBubbleH1() is
+// the better one if the three take the same time, and else Simulate() says which is. Each rank
+// holds min(M, 2 S - 1) activations.
 absl::StatusOr<Schedule> ZeroBubbleH2(int stages, int micro_batches);
 
 // The schedule without backward, for evaluation, with the stages where another has them.

@@ -332,6 +332,79 @@ TEST(ScheduleTest, MoreForwardsAheadHideWhatTheFirstGradientsWaitFor) {
   EXPECT_NEAR(bubble(*ZeroBubbleH2(kRanks, kMicroBatches)), (kRanks - 1) * 1.0, 1e-9);
 }
 
+// The times of a forward and of the halves of a backward, in eighths.
+struct Eighths {
+  int forward = 8, input = 8, weight = 8;
+
+  double operator()(const Action& action) const {
+    switch (action.kind) {
+      case Kind::kForward:
+        return forward / 8.0;
+      case Kind::kBackwardInput:
+        return input / 8.0;
+      case Kind::kBackwardWeight:
+        return weight / 8.0;
+      case Kind::kBackward:
+        return (input + weight) / 8.0;
+      default:
+        return 0;
+    }
+  }
+};
+
+double IdleTime(const Schedule& schedule, const Eighths& times) {
+  const absl::StatusOr<Timeline> timeline = Simulate(schedule, times);
+  EXPECT_TRUE(timeline.ok()) << timeline.status();
+  for (const double busy : timeline->busy) EXPECT_EQ(busy, timeline->busy[0]);
+  return timeline->end - timeline->busy[0];
+}
+
+TEST(ScheduleTest, ZeroBubbleH2IsIdleForTheForwardsOfTheOtherRanks) {
+  int checked = 0;
+  for (int ranks = 2; ranks <= kMost; ++ranks) {
+    for (const int micro_batches : {2 * ranks - 1, 2 * ranks, 3 * ranks}) {
+      const Schedule h1 = *ZeroBubbleH1(ranks, micro_batches);
+      const Schedule h2 = *ZeroBubbleH2(ranks, micro_batches);
+      for (int input = 8; input <= 16; ++input) {
+        for (int weight = (input + 1) / 2; weight <= input; ++weight) {
+          SCOPED_TRACE(absl::StrCat(ranks, " ranks, ", micro_batches, " micro-batches, ", input,
+                                    " and ", weight, " eighths"));
+          const Eighths times = {.input = input, .weight = weight};
+          const double idle = IdleTime(h2, times);
+          EXPECT_EQ(idle, ranks - 1);
+          EXPECT_LE(idle, IdleTime(h1, times));
+          ++checked;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(checked, 3 * (kMost - 1) * 61);
+}
+
+TEST(ScheduleTest, ZeroBubbleH2IsIdleForLongerOutsideOfThatCondition) {
+  EXPECT_EQ(IdleTime(*ZeroBubbleH2(2, 100), {8, 24, 16}), 2);  // I > 2 F
+  EXPECT_EQ(IdleTime(*ZeroBubbleH2(4, 200), {8, 24, 8}), 6);
+  EXPECT_EQ(IdleTime(*ZeroBubbleH2(2, 100), {8, 8, 2}), 1.5);  // W < I / 2
+  EXPECT_EQ(IdleTime(*ZeroBubbleH2(2, 2), {8, 16, 8}), 2);     // M < 2 S - 1
+  EXPECT_EQ(IdleTime(*ZeroBubbleH2(3, 4), {8, 16, 8}), 3);
+  EXPECT_EQ(IdleTime(*ZeroBubbleH2(3, 4), {8, 8, 8}), 2);  // equal times need no more
+}
+
+TEST(ScheduleTest, ZeroBubbleH1IsNoSlowerWithEqualTimesAndFewMicroBatches) {
+  for (int ranks = 2; ranks <= kMost; ++ranks) {
+    for (int micro_batches = 1; micro_batches < 2 * (ranks - 1); ++micro_batches) {
+      const double h1 = IdleTime(*ZeroBubbleH1(ranks, micro_batches), {});
+      const double h2 = IdleTime(*ZeroBubbleH2(ranks, micro_batches), {});
+      SCOPED_TRACE(absl::StrCat(ranks, " ranks, ", micro_batches, " micro-batches"));
+      if (micro_batches < 3) {
+        EXPECT_EQ(h1, h2);
+      } else {
+        EXPECT_LT(h1, h2);
+      }
+    }
+  }
+}
+
 TEST(ScheduleTest, StepsComeOnceForEachStageBehindItsGradients) {
   Schedule schedule = *ZeroBubbleH1(2, 3);
   schedule.lists[0].push_back({Kind::kStep, 0});

@@ -1366,6 +1366,7 @@ class Schedule {
   static Schedule ZeroBubbleH1(uint64_t stages, uint64_t micro_batches) {
     return Make(dg_schedule_create_zero_bubble_h1, stages, micro_batches);
   }
+  // ZB-H1 with twice as many forwards ahead; for 2 (stages - 1) micro-batches or more.
   static Schedule ZeroBubbleH2(uint64_t stages, uint64_t micro_batches) {
     return Make(dg_schedule_create_zero_bubble_h2, stages, micro_batches);
   }
