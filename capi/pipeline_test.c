@@ -688,7 +688,9 @@ static void test_faults(void) {
     const dg_tensor* inputs[2];
     dg_pipeline_result* result = NULL;
     inputs[0] = inputs[1] = x;
-    SAYS(DG_INVALID_ARGUMENT, "forward takes 1 inputs, and is given 2",
+    SAYS(DG_INVALID_ARGUMENT,
+         "forward takes 1 inputs, and is given 2 (PipelineStage::inputs; in C inputs of "
+         "dg_pipeline_stage)",
          dg_pipeline_evaluate(pipeline, inputs, 2, NULL, 0, NULL, &result));
     dg_tensor_destroy(x);
   }

@@ -12,9 +12,11 @@
 namespace distgrad {
 
 absl::Status WorkerTrace::Start(Worker& worker, const TraceOptions& options) {
+  // Made before, for Stop() asks for it once a trace runs.
+  auto stages = std::make_shared<StageTrace>(options.max_bytes / sizeof(StageSpan));
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(worker.StartTrace(options));
-  stages_ = std::make_shared<StageTrace>(options.max_bytes / sizeof(StageSpan));
+  stages_ = std::move(stages);
   return absl::OkStatus();
 }
 
@@ -37,7 +39,7 @@ void WorkerTrace::Record(const StageSpan& span) {
     absl::MutexLock lock(&mu_);
     stages = stages_;
   }
-  if (stages != nullptr) stages->Recorder()(span);
+  if (stages != nullptr) stages->Record(span);
 }
 
 }  // namespace distgrad

@@ -24,7 +24,7 @@ class WorkerTrace {
   // Ends the trace, and returns it in Chrome's trace event format.
   absl::StatusOr<std::string> Stop(Worker& worker);
 
-  // Takes in an action, if a trace runs.
+  // Takes in an action, if a trace runs; counts it as dropped where there is no memory for it.
   void Record(const StageSpan& span);
 
  private:

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <iterator>
 #include <map>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -282,6 +283,7 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
       DG_RETURN_IF_ERROR(calls.Wait());
     }
     DG_ASSIGN_OR_RETURN(const Shared shared, SharedOf(schedule, begun));
+    DG_RETURN_IF_ERROR(CheckOneEach(shared.averagers));
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       DG_RETURN_IF_ERROR(CheckAverager(rank, shared.averagers[rank], deadline));
     }
@@ -484,6 +486,23 @@ absl::Status Pipeline::TellAgain(Deadline deadline) {
   return absl::OkStatus();
 }
 
+absl::Status Pipeline::CheckOneEach(const std::vector<uint64_t>& averagers) const {
+  std::map<uint64_t, int> rank_of;
+  for (int rank = 0; rank < static_cast<int>(averagers.size()); ++rank) {
+    if (averagers[rank] == 0) continue;
+    const auto [first, is_new] = rank_of.emplace(averagers[rank], rank);
+    if (is_new) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        "pipeline '", options_.name, "': workers '", options_.workers[first->second], "' and '",
+        options_.workers[rank],
+        "' average over replicas with one averager (PipelineStagesOptions::averager; in C "
+        "dg_pipeline_stages_options.averager), and their averages would come in another order in "
+        "each replica: give each "
+        "worker one of its own"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Pipeline::CheckAverager(int rank, uint64_t averager, Deadline deadline) const {
   const auto forgotten = forgotten_.find(averager);
   if (forgotten == forgotten_.end()) return absl::OkStatus();
@@ -491,7 +510,7 @@ absl::Status Pipeline::CheckAverager(int rank, uint64_t averager, Deadline deadl
   Ask(kEndStep, rank, forgotten->second, deadline, /*waits=*/true).Wait().status().IgnoreError();
   return absl::FailedPreconditionError(absl::StrCat(
       "worker '", options_.workers[rank], "' of pipeline '", options_.name,
-      "' may not have failed its average over the replicas, and has the averager yet that it had "
+      "' may not have failed its average over the replicas, and still has the averager that it had "
       "in a step which has failed"));
 }
 
@@ -500,8 +519,11 @@ void Pipeline::GiveBack(const Schedule& schedule, uint64_t step,
   const Deadline until = Deadline::After(kPatience);
   std::vector<Future<Message>> ends;
   for (const int rank : ranks) {
-    const StepEnd end{{step, FirstStage(schedule.rank_of_stage, rank)}, 0};
-    ends.push_back(Ask(kEndStep, rank, EncodeEnd(end), until));
+    try {
+      const StepEnd end{{step, FirstStage(schedule.rank_of_stage, rank)}, 0};
+      ends.push_back(Ask(kEndStep, rank, EncodeEnd(end), until));
+    } catch (const std::bad_alloc&) {  // as one on whose way there is no room
+    }
   }
   for (const Future<Message>& end : ends) end.Wait().status().IgnoreError();
 }

@@ -83,7 +83,10 @@ class Pipeline {
   // that has not answered by then, or is lost, the error says that it does not know: a step that
   // was in the middle there goes on. For as long it waits for workers that average over replicas
   // (PipelineStagesOptions::averager) to fail their averages; one that has not answered by then is
-  // asked again before the next step, which fails if it does not answer then, either.
+  // asked again before the next step, which fails if it does not answer then, either. Where a
+  // worker did not know the step any more, the next one fails with kFailedPrecondition while that
+  // worker still has the averager that it had then: make averager and stages anew. kInvalidArgument
+  // for one averager that two workers of one process have.
   absl::StatusOr<PipelineResult> Train(const Context& context, std::vector<at::Tensor> inputs,
                                        std::vector<at::Tensor> targets,
                                        Deadline deadline = absl::InfinitePast());
@@ -111,8 +114,11 @@ class Pipeline {
   absl::Status TellAgain(Deadline deadline);
   // An error where a rank that begins a step has an averager of forgotten_, which is told first.
   absl::Status CheckAverager(int rank, uint64_t averager, Deadline deadline) const;
+  // kInvalidArgument where two ranks have one averager: they are workers of one process.
+  absl::Status CheckOneEach(const std::vector<uint64_t>& averagers) const;
   // Lets others have the stages of a step that will not be started. A rank on whose way there is no
-  // room is not asked again: it keeps them until the context is released, or the next step begins.
+  // room, or for which there is no memory, is not asked again: it keeps them until the context is
+  // released, or the next step begins.
   void GiveBack(const Schedule& schedule, uint64_t step, const std::vector<int>& ranks) const;
   // Calls a function on a rank's worker. `waits`: also for credit, here.
   Future<Message> Ask(absl::string_view function, int rank, std::string payload, Deadline deadline,

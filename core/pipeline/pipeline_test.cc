@@ -2320,8 +2320,9 @@ TEST_P(PipelineReplicasTest, RanksThatAreAskedAgainAreAskedSideBySide) {
     const auto answer = [&](absl::string_view function, const RequestHandler& handler) {
       EXPECT_EQ(cluster[i].RegisterOwn(absl::StrCat(function, "model"), handler), absl::OkStatus());
     };
-    answer(kBeginStep, [](Request&) -> absl::StatusOr<Message> {
-      return Message{EncodeBegun({.averager = 1}), {}};
+    const uint64_t averager = 1 + i;
+    answer(kBeginStep, [averager](Request&) -> absl::StatusOr<Message> {
+      return Message{EncodeBegun({.averager = averager}), {}};
     });
     answer(kTieStep, nothing);
     answer(kDeliver, nothing);
@@ -2554,14 +2555,56 @@ TEST_P(PipelineReplicasTest, WhatCannotBeAveragedIsNamed) {
   };
   absl::Status status = train(*GPipe(2, 2), {"worker0", "worker0"});
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-  EXPECT_THAT(std::string(status.message()),
-              AllOf(HasSubstr("worker 'worker0' has 2 ranks of the schedule"),
-                    HasSubstr("PipelineStagesOptions::averager")));
+  EXPECT_THAT(
+      std::string(status.message()),
+      AllOf(
+          HasSubstr("worker 'worker0' has 2 ranks of the schedule"),
+          HasSubstr("PipelineStagesOptions::averager; in C dg_pipeline_stages_options.averager")));
   status = train(one_rank, {"worker0"});
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("has the step of stage 1 before the backward of stage 0"));
   EXPECT_EQ(train(*InterleavedOneForwardOneBackward(1, 2, 2), {"worker0"}), absl::OkStatus());
+}
+
+// Two workers of one process could be given one averager. The ranks would begin its averages in
+// another order on each replica, and average the gradients of one with those of the other.
+TEST_P(PipelineReplicasTest, OneAveragerOfTwoWorkersIsRefused) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto group = ProcessGroup::Create({.name = "shared", .store = cluster[0].store()});
+  ASSERT_TRUE(group.ok()) << group.status();
+  std::vector<NamedTensor> parameters;
+  for (int s = 0; s < 2; ++s) {
+    for (const at::Tensor& parameter : layers.Of(s)) {
+      parameters.push_back({absl::StrCat(parameters.size()), parameter});
+    }
+  }
+  auto averager = GradientAverager::Create(*group, parameters, {}, {.in_backward = false});
+  ASSERT_TRUE(averager.ok()) << averager.status();
+  const std::shared_ptr<GradientAverager> shared = *std::move(averager);
+  std::vector<std::unique_ptr<PipelineStages>> stages;
+  for (int s = 0; s < 2; ++s) {
+    auto made = PipelineStages::Create(
+        &cluster[s], "model",
+        {{s, {.forward = [&, s](Tensors in) { return layers.Forward(s, in); }, .loss = Loss}}},
+        {.averager = shared});
+    ASSERT_TRUE(made.ok()) << made.status();
+    stages.push_back(*std::move(made));
+  }
+  const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(2, 2));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_THAT(
+      std::string(status.message()),
+      AllOf(
+          HasSubstr("pipeline 'model'"), HasSubstr("'worker0' and 'worker1'"),
+          HasSubstr("PipelineStagesOptions::averager; in C dg_pipeline_stages_options.averager")));
+  // A forward averages nothing.
+  EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}, {at::randn({4, 16})}).status(),
+            absl::OkStatus());
 }
 
 // It would be trained by each replica alone.
@@ -2630,7 +2673,9 @@ TEST_P(PipelineReplicasTest, AParameterThatNoAveragerHasIsNamed) {
                                                 missing == "bias 0" ? "02" : "13",
                                                 "]', and the averager there was made without it")));
       }
-      EXPECT_THAT(all, HasSubstr("PipelineStagesOptions::averager"));
+      EXPECT_THAT(
+          all,
+          HasSubstr("PipelineStagesOptions::averager; in C dg_pipeline_stages_options.averager"));
     }
   }
 }

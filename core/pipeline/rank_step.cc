@@ -10,12 +10,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <new>
 
 #include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
+#include "core/base/exception.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -62,9 +64,9 @@ std::string OfMicroBatch(Parcel::Kind kind, int micro_batch) {
 absl::Status CheckCount(absl::string_view function, absl::string_view what, size_t count,
                         std::optional<int> expected) {
   if (!expected.has_value() || count == static_cast<size_t>(*expected)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat("the stage's ", function, " takes ", *expected,
-                                                 " ", what, ", and is given ", count,
-                                                 " (PipelineStage::", what, ")"));
+  return absl::InvalidArgumentError(
+      absl::StrCat("the stage's ", function, " takes ", *expected, " ", what, ", and is given ",
+                   count, " (PipelineStage::", what, "; in C ", what, " of dg_pipeline_stage)"));
 }
 
 absl::Status CheckGiven(const std::pair<WriteCheck, WriteCheck>& given) {
@@ -133,8 +135,12 @@ absl::StatusOr<typename Map::mapped_type> Take(Map& map, const typename Map::key
 void FailAverages(GradientAverager& averager, const std::string& pipeline, const Worker& worker,
                   const absl::Status& why) {
   const BlockingScope blocking;  // it tells the other replicas, in the job's store
-  averager.Fail(Annotate(why, absl::StrCat("a step of pipeline '", pipeline, "' with worker '",
-                                           worker.name(), "' failed")));
+  try {
+    averager.Fail(Annotate(why, absl::StrCat("a step of pipeline '", pipeline, "' with worker '",
+                                             worker.name(), "' failed")));
+  } catch (const std::bad_alloc&) {
+    averager.Fail(why);
+  }
 }
 
 RankStep::RankStep(Common common, StepPlan plan, Request& request)
@@ -201,7 +207,8 @@ absl::Status RankStep::CheckShares() const {
     return absl::InvalidArgumentError(
         absl::StrCat("worker '", worker, "' has ", ranks,
                      " ranks of the schedule, and averages over replicas "
-                     "(PipelineStagesOptions::averager), which one alone can have"));
+                     "(PipelineStagesOptions::averager; in C dg_pipeline_stages_options.averager), "
+                     "which one alone can have"));
   }
   const auto steps = plan_.list.begin() + static_cast<std::ptrdiff_t>(FirstStep(plan_.list));
   // For tied parameters a rank waits until the others have gone backward, and what it has yet to
@@ -225,9 +232,11 @@ absl::Status RankStep::CheckSkips() const {
     if (!HasStage(number)) continue;
     for (const int to : stage.skips) {
       if (to > number + 1 && to < plan_.stages()) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "stage ", number, " on worker '", worker_->name(), "' skips to stage ", to, " of ",
-          plan_.stages(), ", and can skip to those behind the next one (PipelineStage::skips)"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("stage ", number, " on worker '", worker_->name(), "' skips to stage ", to,
+                       " of ", plan_.stages(),
+                       ", and can skip to those behind the next one (PipelineStage::skips; in C "
+                       "skips of dg_pipeline_stage)"));
     }
   }
   return absl::OkStatus();
@@ -453,9 +462,9 @@ absl::Status RankStep::CutSkips(Cell cell, Delivered& out) {
   const std::vector<int>& to = stages_.at(s).skips;
   if (to.empty()) return absl::OkStatus();
   if (out.tensors.size() < to.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("the stage gives ", out.tensors.size(),
-                                                   " tensors, and the last ", to.size(),
-                                                   " are to skip (PipelineStage::skips)"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the stage gives ", out.tensors.size(), " tensors, and the last ", to.size(),
+                     " are to skip (PipelineStage::skips; in C skips of dg_pipeline_stage)"));
   }
   const size_t first = out.tensors.size() - to.size();
   Skipping skipping;
@@ -819,12 +828,14 @@ absl::Status RankStep::CheckIsAveraged(const at::Tensor& parameter) const {
         what, " has a gradient on worker '", worker_->name(),
         "', which has no averager, and worker '", averages_elsewhere_,
         "' averages over replicas, so that those of this parameter would drift apart: give the "
-        "stages of all workers that train an averager (PipelineStagesOptions::averager)"));
+        "stages of all workers that train an averager (PipelineStagesOptions::averager; in C "
+        "dg_pipeline_stages_options.averager)"));
   }
   return absl::FailedPreconditionError(absl::StrCat(
       what, " has a gradient on worker '", worker_->name(),
       "', and the averager there was made without it, or while it was frozen, so that its replicas "
-      "would drift apart: make the averager (PipelineStagesOptions::averager) of all parameters "
+      "would drift apart: make the averager (PipelineStagesOptions::averager; in C "
+      "dg_pipeline_stages_options.averager) of all parameters "
       "that these stages train"));
 }
 
@@ -1018,11 +1029,19 @@ void RankStep::Run() {
     calls_ = std::make_unique<StepCalls>(worker_, pipeline_, deadline, cancellation_);
     result = FollowList();
   } catch (...) {  // there was no memory
-    result = StatusFromException(std::current_exception());
+    try {
+      result = StatusFromException(std::current_exception());
+    } catch (...) {
+      result = absl::Status(absl::StatusCode::kResourceExhausted, "");  // which needs none
+    }
   }
   // Other ranks of this replica may have averaged already. If the step were taken again, they would
   // average with the other replicas' next step, and this rank with the one that failed.
-  if (!result.ok() && ran) FailAverages(result.status());
+  try {
+    if (!result.ok() && ran) FailAverages(result.status());
+  } catch (...) {
+    LogThrown("failing the averages of a pipeline's step");
+  }
   // What it held ends here, and not when the next step begins.
   runs_.clear();
   inputs_.clear();
@@ -1054,7 +1073,11 @@ void RankStep::Run() {
     promise.swap(promise_);
     delivered.swap(delivered_);
   }
-  if (result.ok() && ran && stopped) FailAverages(cancellation_->why());
+  try {
+    if (result.ok() && ran && stopped) FailAverages(cancellation_->why());
+  } catch (...) {
+    LogThrown("failing the averages of a pipeline's step");
+  }
   // Ends what is on its way to others, and says why to whoever still sends something.
   if (!result.ok()) Stop(result.status());
   calls_ = nullptr;

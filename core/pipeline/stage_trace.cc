@@ -1,6 +1,7 @@
 // Names actions for people, and keeps them until they are taken.
 #include "core/pipeline/stage_trace.h"
 
+#include <new>
 #include <string>
 #include <utility>
 
@@ -56,6 +57,18 @@ RowSpan RowSpanOf(const StageSpan& span) {
 struct StageTrace::Spans {
   explicit Spans(size_t max) : max_spans(max) {}
 
+  void Record(const StageSpan& span) {
+    absl::MutexLock lock(&mu);
+    if (spans.size() < max_spans) {
+      try {
+        spans.push_back(span);
+        return;
+      } catch (const std::bad_alloc&) {  // dropped
+      }
+    }
+    ++dropped;
+  }
+
   const size_t max_spans;
   absl::Mutex mu;
   std::vector<StageSpan> spans ABSL_GUARDED_BY(mu);
@@ -65,15 +78,10 @@ struct StageTrace::Spans {
 StageTrace::StageTrace(size_t max_spans) : spans_(std::make_shared<Spans>(max_spans)) {}
 
 std::function<void(const StageSpan&)> StageTrace::Recorder() const {
-  return [spans = spans_](const StageSpan& span) {
-    absl::MutexLock lock(&spans->mu);
-    if (spans->spans.size() < spans->max_spans) {
-      spans->spans.push_back(span);
-    } else {
-      ++spans->dropped;
-    }
-  };
+  return [spans = spans_](const StageSpan& span) { spans->Record(span); };
 }
+
+void StageTrace::Record(const StageSpan& span) { spans_->Record(span); }
 
 std::vector<RowSpan> StageTrace::Take() {
   std::vector<StageSpan> taken;

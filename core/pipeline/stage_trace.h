@@ -28,7 +28,10 @@ class StageTrace {
   // Keeps at most so many actions, the first ones.
   explicit StageTrace(size_t max_spans = 1'000'000);
 
-  // For PipelineStagesOptions::on_action. It may outlive this.
+  // Takes in an action; counts it as dropped if there is no memory for it, so that no step fails
+  // because it is traced.
+  void Record(const StageSpan& span);
+  // Does so, for PipelineStagesOptions::on_action. It may outlive this.
   std::function<void(const StageSpan&)> Recorder() const;
 
   // What was recorded since the last call: a row for each rank.

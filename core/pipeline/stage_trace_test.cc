@@ -18,6 +18,7 @@
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "tests/testing/cluster.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/trace_events.h"
 
 namespace distgrad {
@@ -87,6 +88,18 @@ TEST(StageTraceTest, KeepsTheFirstSpans) {
   const std::vector<RowSpan> spans = trace.Take();
   ASSERT_EQ(spans.size(), 2U);
   EXPECT_EQ(spans[1].name, "forward 1");
+}
+
+// Who trains has not asked for the trace, or not at this price.
+TEST(StageTraceTest, DropsWhatThereIsNoMemoryFor) {
+  StageTrace trace;
+  const auto record = trace.Recorder();
+  FailAllocation(0);
+  record({.action = {Action::Kind::kForward, 0, 0}});
+  EXPECT_TRUE(FailAllocation(-1));
+  record({.action = {Action::Kind::kForward, 0, 1}});
+  EXPECT_EQ(trace.dropped(), 1U);
+  EXPECT_EQ(trace.Take().size(), 1U);
 }
 
 TEST(StageTraceTest, AStepFailsWithWhatTheRecorderThrows) {

@@ -4,7 +4,9 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <deque>
+#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -248,6 +250,12 @@ class PipelineStages::Impl {
     return Future<Message>::Of(unknown);
   }
 
+  // Has the name, which its end gives back from now on.
+  void Claimed() {
+    absl::MutexLock lock(&unregister_mu_);
+    unregistered_ = false;
+  }
+
   bool Close(Deadline deadline) {
     std::vector<std::shared_ptr<RankStep>> steps;  // of those that are there when it is closed
     std::vector<RankThread*> threads;              // which last as long as this
@@ -267,10 +275,7 @@ class PipelineStages::Impl {
     // may be gone when one Close() has returned true, so that another one waits here.
     absl::MutexLock lock(&unregister_mu_);
     if (!std::exchange(unregistered_, true)) {
-      for (const absl::string_view function :
-           {kDeliver, kRunStep, kTieStep, kDescribe, kEndStep, kBeginStep}) {
-        worker_->UnregisterOwn(absl::StrCat(function, name_));
-      }
+      for (const std::string& function : functions_) worker_->UnregisterOwn(function);
     }
     return idle;
   }
@@ -376,8 +381,14 @@ class PipelineStages::Impl {
   // By their first stages. Once closed_ is set there come no others.
   std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);
 
+  // What claims the name is the last that goes.
+  const std::array<std::string, 6> functions_{
+      absl::StrCat(kDeliver, name_), absl::StrCat(kRunStep, name_),
+      absl::StrCat(kTieStep, name_), absl::StrCat(kDescribe, name_),
+      absl::StrCat(kEndStep, name_), absl::StrCat(kBeginStep, name_)};
+
   absl::Mutex unregister_mu_;
-  bool unregistered_ ABSL_GUARDED_BY(unregister_mu_) = false;
+  bool unregistered_ ABSL_GUARDED_BY(unregister_mu_) = true;
 };
 
 absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
@@ -404,15 +415,19 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
       return absl::InvalidArgumentError(absl::StrCat(
           "the tied parameter '", tied.substr(0, kMaxPipelineName), "' of stage ", number,
           " of pipeline '", name, "' is not a leaf that requires grad, has another name, too, or ",
-          "one of more than ", kMaxPipelineName, " bytes (PipelineStage::tied)"));
+          "one of more than ", kMaxPipelineName,
+          " bytes (PipelineStage::tied; in C tied of dg_pipeline_stage)"));
     }
   }
   if (options.num_threads < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the stages of pipeline '", name, "' cannot use ", options.num_threads,
-                     " threads (PipelineStagesOptions::num_threads)"));
+    return absl::InvalidArgumentError(absl::StrCat("the stages of pipeline '", name,
+                                                   "' cannot use ", options.num_threads,
+                                                   " threads (PipelineStagesOptions::num_threads; "
+                                                   "in C dg_pipeline_stages_options.num_threads)"));
   }
   const auto impl = std::make_shared<Impl>(worker, name, std::move(stages), options);
+  // Its end takes off what is registered by then.
+  std::unique_ptr<PipelineStages> made(new PipelineStages(impl));
   // Who comes first here has the name.
   const absl::Status claimed = worker->RegisterOwn(
       absl::StrCat(kBeginStep, name), [impl](Request& request) { return impl->Begin(request); });
@@ -421,8 +436,7 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
         "worker '", worker->name(), "' has stages of a pipeline '", name, "' already"));
   }
   DG_RETURN_IF_ERROR(claimed);
-  // Its end takes off what is registered by then.
-  std::unique_ptr<PipelineStages> made(new PipelineStages(impl));
+  impl->Claimed();
   DG_RETURN_IF_ERROR(worker->RegisterOwn(
       absl::StrCat(kDeliver, name), [impl](Request& request) { return impl->Deliver(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwn(absl::StrCat(kTieStep, name),

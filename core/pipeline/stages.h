@@ -30,9 +30,10 @@ class GradientAverager;  // core/parallel/process_group/gradient_averager.h
 
 struct PipelineStagesOptions {
   // The number of threads that an operator of a stage may use, beside others that do at the same
-  // time. 0: as many as at::get_num_threads() says for the thread that makes the stages; but where
-  // the launcher says how many workers the machine has, or this one has several ranks, no more than
-  // the processors give to each rank of each of them.
+  // time. 0: as many as at::get_num_threads() says for the thread that makes the stages, when it
+  // does: a later at::set_num_threads() does not reach them; but where the launcher says how many
+  // workers the machine has, or this one has several ranks, no more than the processors give to
+  // each rank of each of them.
   int num_threads = 0;
   // Averages the gradients of the stages here over the replicas of the pipeline, in each Train():
   // that of the worker that has these stages in each replica, over all parameters that they train,
@@ -42,7 +43,8 @@ struct PipelineStagesOptions {
   // are done, while the ranks before it still have some; with one stage it begins in its last
   // backward. All replicas take the same steps: a step that fails on one, once it runs, fails the
   // group, and with it the step of the others. They go on with new groups, averagers and stages,
-  // from the last checkpoint. The worker has one rank of a schedule then. Null: no replicas.
+  // from the last checkpoint. The worker has one rank of a schedule then, and no other worker has
+  // this averager. Null: no replicas.
   //
   // Each replica counts the same, however many rows its part of the batch has, as each rank of
   // PyTorch's DistributedDataParallel does; so with losses that are means the replicas' parts have

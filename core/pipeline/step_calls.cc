@@ -2,6 +2,7 @@
 #include "core/pipeline/step_calls.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +25,15 @@ uint64_t SizeOf(const Message& message) {
   return size;
 }
 
+// Annotates an error; leaves it as it is where there is no memory for that.
+absl::Status Explained(const absl::Status& error, const std::string& what) {
+  try {
+    return Annotate(error, what);
+  } catch (const std::bad_alloc&) {
+    return error;
+  }
+}
+
 bool IsFull(const Future<Message>& call) {
   return call.Done() && absl::IsResourceExhausted(call.Wait().status());
 }
@@ -31,15 +41,17 @@ bool IsFull(const Future<Message>& call) {
 }  // namespace
 
 StepCalls::~StepCalls() {
-  cancellation_->Cancel(absl::CancelledError("the step of the pipeline has ended"));
+  cancellation_->Cancel(ended_);
   Wait().IgnoreError();
 }
 
 Future<Message> StepCalls::Make(const std::string& to, absl::string_view function,
                                 const Message& message, std::string what, const Context* context) {
   const std::string name = absl::StrCat(function, pipeline_);
+  // Before the call is made, so that none is in flight of which this does not know.
+  Future<Message>& made = calls_.emplace_back(Future<Message>(), what).first;
   CallOptions options{.context = context, .deadline = deadline_, .cancellation = cancellation_};
-  Future<Message> future = worker_->CallAsync(to, name, message, options);
+  Future<Message> future = made = worker_->CallAsync(to, name, message, options);
   // Others' messages fill the way to that worker. A call that waits for its answer waits for
   // credit, too; and all are answered at once, but for the one that runs a step: its answer is the
   // step's end, which may need what is sent after it. In its place one waits that asks about the
@@ -49,17 +61,16 @@ Future<Message> StepCalls::Make(const std::string& to, absl::string_view functio
       const absl::Status asked =
           worker_->Call(to, absl::StrCat(kDescribe, pipeline_), message, options).status();
       if (absl::IsResourceExhausted(asked) && !AwaitParcel(to)) break;
-      future = worker_->CallAsync(to, name, message, options);
+      future = made = worker_->CallAsync(to, name, message, options);
     } else {
-      future = Future<Message>::Of(worker_->Call(to, name, message, options));
+      future = made = Future<Message>::Of(worker_->Call(to, name, message, options));
       // It is the number of calls that is full.
       if (IsFull(future) && !AwaitParcel(to)) break;
     }
   }
   future.Then([cancellation = cancellation_, what](const absl::StatusOr<Message>& reply) {
-    if (!reply.ok()) cancellation->Cancel(Annotate(reply.status(), what));
+    if (!reply.ok()) cancellation->Cancel(Explained(reply.status(), what));
   });
-  calls_.emplace_back(future, std::move(what));
   return future;
 }
 
@@ -95,9 +106,10 @@ void StepCalls::Deliver(const std::string& to, const Parcel& parcel,
 
 absl::Status StepCalls::Wait() {
   for (const auto& [call, what] : std::exchange(calls_, {})) {
+    if (!call.valid()) continue;  // could not be made
     const absl::StatusOr<Message>& reply = call.Wait();
     // Who waits may be faster than what the call's end sets off.
-    if (!reply.ok()) cancellation_->Cancel(Annotate(reply.status(), what));
+    if (!reply.ok()) cancellation_->Cancel(Explained(reply.status(), what));
   }
   return cancellation_->why();
 }

@@ -31,7 +31,8 @@ class StepCalls {
       : worker_(worker),
         pipeline_(std::move(pipeline)),
         deadline_(deadline),
-        cancellation_(std::move(cancellation)) {}
+        cancellation_(std::move(cancellation)),
+        ended_(absl::CancelledError("the step of the pipeline has ended")) {}
   // Cancels those that are still in flight, and waits for their ends.
   ~StepCalls();
   StepCalls(const StepCalls&) = delete;
@@ -46,7 +47,7 @@ class StepCalls {
   void Deliver(const std::string& to, const Parcel& parcel, std::vector<at::Tensor> tensors,
                std::string what);
 
-  // Waits for the answers to all that were made. Returns the first error.
+  // Waits for the answers to all that were made. Returns the first error. Does not throw.
   absl::Status Wait();
 
  private:
@@ -62,6 +63,7 @@ class StepCalls {
   const std::string pipeline_;
   const Deadline deadline_;
   const std::shared_ptr<Cancellation> cancellation_;
+  const absl::Status ended_;  // made before there may be no memory for it
   std::vector<std::pair<Future<Message>, std::string>> calls_;  // with what is being done
   std::map<std::string, Parcels> parcels_;                      // by worker
 };
