@@ -32,6 +32,7 @@ release 'PRETTY_NAME="Debian GNU/Linux 13 (trixie)"' VERSION_ID=13 VERSION_CODEN
 has "Debian 13" "this is Debian GNU/Linux 13 (trixie), and the packages are those of Debian 12" "$(machine_problem release x86_64)"
 release 'PRETTY_NAME="Ubuntu 24.04.1 LTS"' 'VERSION_ID="24.04"' VERSION_CODENAME=noble ID=ubuntu
 has Ubuntu "Ubuntu 24.04.1 LTS" "$(machine_problem release x86_64)"
+has "the container" "docker run --platform linux/amd64 -it debian:12" "$(machine_problem release x86_64)"
 same "Ubuntu's name" ubuntu24.04 "$(system_name release)"
 has "no name" "a system without /etc/os-release" "$(machine_problem nowhere x86_64)"
 same "the name of none" linux "$(system_name nowhere)"

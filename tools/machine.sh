@@ -18,7 +18,7 @@ machine_problem() {
   if [[ $2 != x86_64 ]]; then
     echo "this machine is a $2, and libtorch and the packages are pinned for x86_64 alone"
   elif [[ $codename != bookworm ]]; then
-    echo "this is $name, and the packages are those of Debian 12 (bookworm); in a container of that (docker run -it debian:12, git installed) it works"
+    echo "this is $name, and the packages are those of Debian 12 (bookworm); in a container of that (docker run --platform linux/amd64 -it debian:12, git installed) it works"
   fi
 }
 

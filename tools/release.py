@@ -93,6 +93,24 @@ def check_changelog(version, text):
                       % version)
 
 
+def check_interface(version, root):
+    """That the C interface of a release is frozen, so that every later library is compared with it."""
+    if "-" in version:
+        return
+    header = read(os.path.join(root, "capi/include/distgrad/distgrad.h"))
+    interface = ".".join(re.search(r"^#define DG_ABI_%s (\d+)$" % part, header, re.MULTILINE).group(1)
+                         for part in ("MAJOR", "MINOR"))
+    copy = "abi/%s/distgrad/distgrad.h" % interface
+    build = read(os.path.join(root, "capi/BUILD.bazel"))
+    missing = [what for what, is_there in (
+        ("capi/%s, a copy of the header" % copy, os.path.isfile(os.path.join(root, "capi", copy))),
+        ("that file in the arguments of abidiff_test", "$(location %s)" % copy in build),
+        ("a test frozen_header_%s_*" % interface, "frozen_header_%s_" % interface in build)) if not is_there]
+    if missing:
+        raise Refusal("version %s of the C interface is not frozen, which a release that is no pre-release does: there "
+                      "is not %s; docs/abi.md, \"At a release\", has the steps" % (interface, ", nor ".join(missing)))
+
+
 def check_maintainer(maintainer):
     """That it is as Debian writes somebody who answers for a package."""
     if maintainer != NOBODY and not re.fullmatch(r"[^\s<>][^<>\n]* <[^\s<>@]+@[^\s<>@]+>", maintainer):
@@ -355,6 +373,7 @@ def release(root, version, output, runfiles, maintainer, dirty):
     check_maintainer(maintainer)
     check_version(version, tree_version(manifest, lock))
     check_changelog(version, read(os.path.join(root, "CHANGELOG.md")))
+    check_interface(version, root)
     if not dirty:
         check_clean(root)
     for tool, package in (("dpkg-deb", "dpkg"), ("dpkg-shlibdeps", "dpkg-dev"), ("readelf", "binutils")):

@@ -55,6 +55,23 @@ class RefusalTest(unittest.TestCase):
         self.refused("has no", release.check_changelog, "1.2.4-rc.1", "## [1.2.3]\n")
         release.check_changelog("0.0.0-x", text_of("CHANGELOG.md"))
 
+    def test_the_interface_is_frozen(self):
+        with tempfile.TemporaryDirectory() as root:
+            header = "#define DG_ABI_MAJOR 3\n#define DG_ABI_MINOR 14\n"
+            build, copy = os.path.join(root, "capi/BUILD.bazel"), "abi/3.14/distgrad/distgrad.h"
+            release.write(os.path.join(root, "capi/include/distgrad/distgrad.h"), header)
+            release.write(build, 'args = ["$(location include/distgrad/distgrad.h)"]')
+            release.check_interface("0.1.0-rc.1", root)
+            self.refused(r"version 3.14 of the C interface .* there is not capi/%s, a copy of the header, nor that file in "
+                         r"the arguments of abidiff_test, nor a test frozen_header_3.14_\*; docs/abi.md" % copy,
+                         release.check_interface, "0.1.0", root)
+            release.write(os.path.join(root, "capi", copy), header)
+            self.refused("is not that file", release.check_interface, "0.1.0", root)
+            release.write(build, 'args = ["$(location %s)"]' % copy)
+            self.refused("is not a test", release.check_interface, "0.1.0", root)
+            release.write(build, 'args = ["$(location %s)"]\nname = "frozen_header_3.14_worker_test"' % copy)
+            release.check_interface("0.1.0", root)
+
     def test_maintainer(self):
         for right in (release.NOBODY, "Ada Lovelace <ada@example.org>", "distgrad <packages@lists.example.org>"):
             release.check_maintainer(right)

@@ -51,8 +51,9 @@ impl ProcessGroupOptions {
         self.backend = backend.into();
         self
     }
-    /// Sets the address, name or interface for Gloo to listen on, which knows no cluster key.
-    /// Default: that of the worker.
+    /// Sets the address, name or interface for Gloo to listen on. Default: that of the worker. With
+    /// the worker's key or certificates, which the group takes, what Gloo sends is encrypted, but
+    /// not what NCCL sends.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.host = host.into();
         self

@@ -184,7 +184,7 @@ impl Schedule {
 
     /// All forwards, and then all backwards, with one stage on each rank.
     ///
-    /// Errors of this and of the other three: `Code::InvalidArgument` for 0, and for more than a
+    /// Errors of this and of the other four: `Code::InvalidArgument` for 0, and for more than a
     /// million micro-batches of stages.
     #[doc(alias = "dg_schedule_create_gpipe")]
     pub fn gpipe(stages: u64, micro_batches: u64) -> Result<Self> {
@@ -218,7 +218,8 @@ impl Schedule {
     }
     /// ZB-H2: ZB-H1 with twice as many forwards ahead, so that each rank has work while the first
     /// gradients come back, and what comes late holds up less. Holds up to twice as many
-    /// activations.
+    /// activations. With fewer than 2 (stages - 1) micro-batches
+    /// [`zero_bubble_h1`](Schedule::zero_bubble_h1) is the better one, as a rule.
     #[doc(alias = "dg_schedule_create_zero_bubble_h2")]
     pub fn zero_bubble_h2(stages: u64, micro_batches: u64) -> Result<Self> {
         Ok(Self::own(raw::schedule_create_zero_bubble_h2(stages, micro_batches)?))
@@ -588,9 +589,10 @@ impl<'a> PipelineStagesOptions<'a> {
         Self::default()
     }
     /// Sets how many threads an operator of a stage may use. Default, and for 0: as many as
-    /// [`num_threads`](crate::num_threads) says, but where the launcher says how many workers the
-    /// machine has, or this one has several ranks, no more than the processors give to each rank of
-    /// each of them.
+    /// [`num_threads`](crate::num_threads) says on the thread that creates the stages, when it does
+    /// (a later [`set_num_threads`](crate::set_num_threads) does not reach them), but where the
+    /// launcher says how many workers the machine has, or this one has several ranks, no more than
+    /// the processors give to each rank of each of them.
     pub fn num_threads(mut self, count: u64) -> Self {
         self.num_threads = count;
         self
@@ -602,7 +604,8 @@ impl<'a> PipelineStagesOptions<'a> {
     /// begins in its last backward. All replicas take the same steps: a step that fails on one, once
     /// it runs, fails the process group, and with it the step of the others. They go on with new
     /// groups, averagers and stages, from the last checkpoint. The worker has one rank of a schedule
-    /// then. Default: no replicas.
+    /// then, and no other worker of the process has this averager, or the step is refused. Default:
+    /// no replicas.
     ///
     /// A step fails with `Code::FailedPrecondition`, which names worker and parameter (by its tied
     /// name, or its dtype and shape), if it has a gradient for a parameter that the averager leaves
@@ -862,7 +865,12 @@ impl<'w> Pipeline<'w> {
     /// not know: a step that was in the middle there goes on. For as long it waits for workers that
     /// average over replicas ([`PipelineStagesOptions::averager`]) to fail their averages; one that
     /// has not answered by then is asked again before the next step, which fails if it does not
-    /// answer then, either.
+    /// answer then, either. Where a worker did not know the step any more, the next one fails with
+    /// `Code::FailedPrecondition` while that worker still has the averager that it had then: make
+    /// averager and stages anew.
+    ///
+    /// `Code::ResourceExhausted` may also mean that the step was taken, and that there was no memory
+    /// to hand over its losses.
     #[doc(alias = "dg_pipeline_train")]
     pub fn train(
         &self,

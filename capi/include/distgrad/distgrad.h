@@ -36,9 +36,9 @@
  *   Options    begin with `struct_size`: start from the DG_..._INIT macro. NULL means all default.
  *              Fields are only ever added at the end.
  *   Structs    have no padding, so that all their bytes are what a program or the library has set:
- * a number that stands alone has 64 bits there also if it needs fewer (a rank, a kind). Times are
- * in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time at all; in options,
- * the default.
+ *              a number that stands alone has 64 bits there also if it needs fewer (a rank, a
+ * kind). Times      are in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time
+ * at all; in options, the default.
  */
 #ifndef DISTGRAD_DISTGRAD_H_
 #define DISTGRAD_DISTGRAD_H_
@@ -1496,7 +1496,8 @@ DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages,
                                                                uint64_t micro_batches,
                                                                dg_schedule** out) DG_NOEXCEPT;
 /* ZB-H2: ZB-H1 with twice as many forwards ahead, so that each rank has work while the first
- * gradients come back, and what comes late holds up less. Holds up to twice as many activations. */
+ * gradients come back, and what comes late holds up less. Holds up to twice as many activations.
+ * With fewer than 2 (stages - 1) micro-batches ZB-H1 is the better one, as a rule. */
 DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h2(uint64_t stages,
                                                                uint64_t micro_batches,
                                                                dg_schedule** out) DG_NOEXCEPT;
@@ -1608,17 +1609,18 @@ typedef struct dg_pipeline_stages dg_pipeline_stages;
 typedef struct dg_pipeline_stages_options {
   size_t struct_size;
   uint64_t num_threads; /* how many an operator of a stage may use; 0: as many as dg_num_threads()
-                         * says, but where the launcher says how many workers the machine has, or
-                         * this one has several ranks, no more than the processors give to each rank
-                         * of each of them */
+                         * says on the thread that creates the stages, when it does (a later
+                         * dg_set_num_threads does not reach them), but where the launcher says how
+                         * many workers the machine has, or this one has several ranks, no more than
+                         * the processors give to each rank of each of them */
   /* Averages the gradients of these stages over the replicas of the pipeline, in each
    * dg_pipeline_train: a dg_gradient_averager of the parameters that they train, over the workers
    * that have these stages in each replica; the stages keep it alive. A rank averages when its own
    * backwards are done, while the ranks before it still have some; with one stage it begins in its
    * last backward. All replicas take the same steps: a step that fails on one, once it runs, fails
    * the process group, and with it the step of the others. They go on with new groups, averagers
-   * and stages, from the last checkpoint. The worker has one rank of a schedule then. NULL: no
-   * replicas.
+   * and stages, from the last checkpoint. The worker has one rank of a schedule then, and no other
+   * worker of the process has this averager, or the step is refused. NULL: no replicas.
    *
    * A step fails with DG_FAILED_PRECONDITION, and names worker and parameter (by its tied name, or
    * its dtype and shape), if it has a gradient for a parameter that the averager leaves out, or for
@@ -1711,7 +1713,9 @@ typedef struct dg_pipeline_run_options {
  * not answered by then, or is lost, the error says that it does not know: a step that was in the
  * middle there goes on. For as long it waits for workers that average over replicas
  * (dg_pipeline_stages_options.averager) to fail their averages; one that has not answered by then
- * is asked again before the next step, which fails if it does not answer then, either. */
+ * is asked again before the next step, which fails if it does not answer then, either. Where a
+ * worker did not know the step any more, the next one fails with DG_FAILED_PRECONDITION while that
+ * worker still has the averager that it had then: make averager and stages anew. */
 DG_API DG_MUST_USE dg_error* dg_pipeline_train(const dg_pipeline* pipeline,
                                                const dg_context* context,
                                                const dg_tensor* const* inputs, size_t input_count,
