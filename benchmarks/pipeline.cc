@@ -265,8 +265,8 @@ void ReportWaiting() {
 
 // ----------------------------------------------------------------------------------- Computing
 
-// Part `index` of `count`, by itself: with what the parts before it would give, and for any but the
-// last one with a loss that stands for the parts behind it.
+// Part `index` of `count`, by itself: with what the parts before it would give, whose gradient it
+// computes, and for any but the last one with a loss that stands for the parts behind it.
 absl::Status RunAlone(const SplitJob& job, int index, int count, int threads, int micro_batches,
                       std::vector<double>* said) {
   at::set_num_threads(threads);
@@ -278,9 +278,12 @@ absl::Status RunAlone(const SplitJob& job, int index, int count, int threads, in
     for (int i = 0; i < index; ++i) x = SplitPart(job, i, count).Forward({x})[0];
     if (!is_last) y = at::randn_like(part.Forward({x})[0]);
   }
-  const Tensors xs = x.tensor_split(micro_batches), ys = y.tensor_split(micro_batches);
+  Tensors xs = x.tensor_split(micro_batches);
+  const Tensors ys = y.tensor_split(micro_batches);
   return MeasureSplit(job, kRoundsOfATurn, said, [&]() -> absl::Status {
     for (int m = 0; m < micro_batches; ++m) {
+      // As what another process has sent: a leaf of its own, which the next round finds as new.
+      if (index > 0) xs[m] = xs[m].detach().requires_grad_(true);
       const at::Tensor out = part.Forward({xs[m]})[0];
       const at::Tensor loss = is_last ? job.Loss(out, ys[m]) : at::mse_loss(out, ys[m]);
       loss.backward(at::full_like(loss, 1.0 / micro_batches));
@@ -330,6 +333,18 @@ double Efficiency(const Schedule& schedule) {
     }
   });
   return timeline->busy[0] / timeline->end;
+}
+
+// The rate of a turn of processes that do not wait for each other: that of the slowest, as a
+// pipeline of them has no other. Each has written the rates of its rounds at once.
+double RateOfSlowest(const std::vector<double>& rates) {
+  double slowest = 0;
+  for (size_t begin = 0; begin + kRoundsOfATurn <= rates.size(); begin += kRoundsOfATurn) {
+    const auto first = rates.begin() + static_cast<std::ptrdiff_t>(begin);
+    const double rate = Median({first, first + kRoundsOfATurn});
+    slowest = begin == 0 ? rate : std::min(slowest, rate);
+  }
+  return slowest;
 }
 
 // A way to compute a job, and what its turns have measured.
@@ -421,7 +436,8 @@ void ReportSplit(SplitJob job) {
         return absl::StrContains(one.name, part);
       };
       if (!only.empty() && absl::c_none_of(only, named)) continue;
-      one.rates.push_back(Median(one.run()));
+      // One that drives others says alone what it has measured.
+      one.rates.push_back(RateOfSlowest(one.run()));
       if (one.rates.back() == 0) failed = true;
     }
   }
