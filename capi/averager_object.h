@@ -11,16 +11,14 @@
 
 namespace distgrad {
 
-// Immutable after construction.
+// Immutable once a program has its handle.
 struct AveragerObject : HandleObject {
   using Handle = dg_gradient_averager;
   static constexpr HandleKind kKind = HandleKind::kAverager;
   static constexpr char kName[] = "dg_gradient_averager";
 
-  explicit AveragerObject(std::shared_ptr<GradientAverager> averager)
-      : averager(std::move(averager)) {}
   // Stages of pipelines have it, too.
-  const std::shared_ptr<GradientAverager> averager;
+  std::shared_ptr<GradientAverager> averager;
 };
 
 }  // namespace distgrad

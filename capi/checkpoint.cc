@@ -3,6 +3,7 @@
 #include <climits>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>
@@ -185,9 +186,8 @@ struct CheckpointManagerObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kCheckpointManager;
   static constexpr char kName[] = "dg_checkpoint_manager";
 
-  CheckpointManagerObject(std::shared_ptr<SharedWorker> worker,
-                          std::unique_ptr<CheckpointManager> manager)
-      : worker(std::move(worker)), manager(std::move(manager)) {}
+  explicit CheckpointManagerObject(std::shared_ptr<SharedWorker> worker)
+      : worker(std::move(worker)) {}
   // Waits for what is written in the background; where it must not, another thread does.
   ~CheckpointManagerObject() override {
     if (CheckMayWait().ok()) {
@@ -360,9 +360,10 @@ dg_error* dg_checkpoint_manager_create(dg_worker* worker, dg_str folder,
     DG_ASSIGN_OR_RETURN(const std::string path, FromStr(folder, "folder"));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     const BlockingScope blocking;
-    DG_ASSIGN_OR_RETURN(std::unique_ptr<CheckpointManager> manager,
+    HandleAhead<CheckpointManagerObject> made(use.shared().shared_from_this());
+    DG_ASSIGN_OR_RETURN(made->manager,
                         CheckpointManager::Create(use.get(), path, std::move(core_options)));
-    *out = NewHandle<CheckpointManagerObject>(use.shared().shared_from_this(), std::move(manager));
+    *out = made.Release();
     return absl::OkStatus();
   });
 }
@@ -386,15 +387,21 @@ dg_error* dg_checkpoint_manager_save_async(dg_checkpoint_manager* manager, int64
     DG_RETURN_IF_ERROR(CheckMayLead());
     DG_ASSIGN_OR_RETURN(const Pinned<CheckpointManagerObject> pinned,
                         Pin<CheckpointManagerObject>(manager, "manager"));
+    HandleAhead<FutureObject> made;
     DG_ASSIGN_OR_RETURN(SharedWorker::Use use, pinned->worker->BeginInBackground());
+    const auto kept = std::make_shared<std::optional<SharedWorker::Use>>(std::move(use));
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(
         const Future<Unit> future,
         pinned->manager->SaveAsync(step, ToDeadline(timeout_ms, absl::InfinitePast())));
+    made->work = future;
+    *out = made.Release();
     // What writes uses the worker until then.
-    future.Then([kept = std::optional<SharedWorker::Use>(std::move(use))](
-                    const absl::StatusOr<Unit>&) mutable { kept.reset(); });
-    *out = NewHandle<FutureObject>(future);
+    try {
+      future.Then([kept](const absl::StatusOr<Unit>&) { kept->reset(); });
+    } catch (const std::bad_alloc&) {
+      future.Wait().status().IgnoreError();
+    }
     return absl::OkStatus();
   });
 }

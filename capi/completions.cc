@@ -22,10 +22,19 @@ namespace {
 // Thread-safe.
 class CompletionQueue {
  public:
-  explicit CompletionQueue(int descriptor) : descriptor_(descriptor) {}
-  ~CompletionQueue() { close(descriptor_); }
+  CompletionQueue() = default;
+  ~CompletionQueue() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
   CompletionQueue(const CompletionQueue&) = delete;
   CompletionQueue& operator=(const CompletionQueue&) = delete;
+
+  // Before all else.
+  absl::Status Open() {
+    descriptor_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (descriptor_ < 0) return ErrnoStatus(errno, "the descriptor of a dg_completions");
+    return absl::OkStatus();
+  }
 
   int descriptor() const { return descriptor_; }
 
@@ -49,7 +58,7 @@ class CompletionQueue {
   }
 
  private:
-  const int descriptor_;
+  int descriptor_ = -1;  // constant once it is open
 
   absl::Mutex mu_;
   std::deque<uint64_t> done_ ABSL_GUARDED_BY(mu_);
@@ -60,9 +69,8 @@ struct CompletionsObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kCompletions;
   static constexpr char kName[] = "dg_completions";
 
-  explicit CompletionsObject(int descriptor)
-      : queue(std::make_shared<CompletionQueue>(descriptor)) {}
-  const std::shared_ptr<CompletionQueue> queue;  // futures that are not done have it weakly
+  const std::shared_ptr<CompletionQueue> queue =
+      std::make_shared<CompletionQueue>();  // futures that are not done have it weakly
 };
 
 }  // namespace
@@ -75,9 +83,9 @@ extern "C" {
 dg_error* dg_completions_create(dg_completions** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    const int descriptor = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (descriptor < 0) return ErrnoStatus(errno, "the descriptor of a dg_completions");
-    *out = NewHandle<CompletionsObject>(descriptor);
+    HandleAhead<CompletionsObject> made;
+    DG_RETURN_IF_ERROR(made->queue->Open());
+    *out = made.Release();
     return absl::OkStatus();
   });
 }

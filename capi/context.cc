@@ -90,8 +90,10 @@ dg_error* dg_context_backward_async(const dg_context* context, const dg_tensor* 
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(Backward backward, ToBackward(roots, root_count, options));
-    *out = NewHandle<FutureObject>(
-        pinned->context.BackwardAsync(std::move(backward.roots), std::move(backward.options)));
+    HandleAhead<FutureObject> future;
+    future->work =
+        pinned->context.BackwardAsync(std::move(backward.roots), std::move(backward.options));
+    *out = future.Release();
     return absl::OkStatus();
   });
 }

@@ -145,10 +145,52 @@ typename T::Handle* NewHandle(Args&&... args) {
   return AdoptHandle(std::make_unique<T>(std::forward<Args>(args)...));
 }
 
+// The handle of an object that is filled in later. It is made before whatever it will stand for
+// begins: so nothing has begun where there is no memory for its handle. Nobody uses the object
+// before Release() gives the handle away.
+template <typename T>
+class HandleAhead {
+ public:
+  template <typename... Args>
+  explicit HandleAhead(Args&&... args) {
+    auto object = std::make_unique<T>(std::forward<Args>(args)...);
+    object_ = object.get();
+    handle_ = AdoptHandle(std::move(object));
+  }
+  ~HandleAhead();
+  HandleAhead(const HandleAhead&) = delete;
+  HandleAhead& operator=(const HandleAhead&) = delete;
+
+  T* operator->() const { return object_; }
+  typename T::Handle* Release() { return std::exchange(handle_, nullptr); }
+
+ private:
+  T* object_;
+  typename T::Handle* handle_;
+};
+
+// A shared pointer to what is made later. Once that is there, sharing it needs no memory.
+template <typename T>
+class SharedAhead {
+ public:
+  std::shared_ptr<T> Share(std::unique_ptr<T> made) {
+    *owner_ = std::move(made);
+    return std::shared_ptr<T>(owner_, owner_->get());
+  }
+
+ private:
+  const std::shared_ptr<std::unique_ptr<T>> owner_ = std::make_shared<std::unique_ptr<T>>();
+};
+
 // Destroys a handle. Returns whether it was live.
 template <typename T>
 bool DestroyHandle(const typename T::Handle* handle) noexcept {
   return internal::RemoveFromTable(T::kKind, internal::BitsOf(handle)).first;
+}
+
+template <typename T>
+HandleAhead<T>::~HandleAhead() {
+  if (handle_ != nullptr) DestroyHandle<T>(handle_);
 }
 
 // Destroys a handle and gives its object, which no other thread may be using. Names as of Pin().

@@ -22,7 +22,7 @@
 
 namespace distgrad {
 
-// The objects. All are immutable after construction, but for what is said.
+// The objects. All are immutable once a program has their handles, but for what is said.
 
 struct ErrorObject : HandleObject {
   using Handle = dg_error;
@@ -47,6 +47,7 @@ struct MessageObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kMessage;
   static constexpr char kName[] = "dg_message";
 
+  MessageObject() = default;
   explicit MessageObject(Message message) : message(std::move(message)) {}
   Message message;  // moved out of when it is taken
 };
@@ -77,8 +78,7 @@ struct FutureObject : HandleObject {
   static constexpr char kName[] = "dg_future";
 
   using Work = std::variant<Future<Message>, Future<Unit>, RemoteValues>;
-  explicit FutureObject(Work work) : work(std::move(work)) {}
-  const Work work;
+  Work work;
 };
 
 struct CancellationObject : HandleObject {

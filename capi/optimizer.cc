@@ -30,9 +30,12 @@ absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* para
     return absl::InvalidArgumentError(
         absl::StrCat("parameter ", i, " is not a leaf that requires grad"));
   }
+  HandleAhead<OptimizerObject> made(use.shared().shared_from_this());
+  SharedAhead<Optimizer> shared;
   DG_ASSIGN_OR_RETURN(std::unique_ptr<Optimizer> optimizer,
                       Optimizer::Create(use.get(), make(std::move(leaves)), text));
-  *out = NewHandle<OptimizerObject>(use.shared().shared_from_this(), std::move(optimizer));
+  made->optimizer = shared.Share(std::move(optimizer));
+  *out = made.Release();
   return absl::OkStatus();
 }
 

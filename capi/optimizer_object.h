@@ -12,17 +12,16 @@
 
 namespace distgrad {
 
-// Immutable after construction.
+// Immutable once a program has its handle.
 struct OptimizerObject : HandleObject {
   using Handle = dg_optimizer;
   static constexpr HandleKind kKind = HandleKind::kOptimizer;
   static constexpr char kName[] = "dg_optimizer";
 
-  OptimizerObject(std::shared_ptr<SharedWorker> worker, std::shared_ptr<Optimizer> optimizer)
-      : worker(std::move(worker)), optimizer(std::move(optimizer)) {}
+  explicit OptimizerObject(std::shared_ptr<SharedWorker> worker) : worker(std::move(worker)) {}
   const std::shared_ptr<SharedWorker> worker;
   // Not used once the worker is gone. Parts of checkpoints have it, too.
-  const std::shared_ptr<Optimizer> optimizer;
+  std::shared_ptr<Optimizer> optimizer;
 };
 
 }  // namespace distgrad

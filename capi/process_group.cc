@@ -26,8 +26,7 @@ struct ProcessGroupObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kProcessGroup;
   static constexpr char kName[] = "dg_process_group";
 
-  explicit ProcessGroupObject(std::shared_ptr<ProcessGroup> group) : group(std::move(group)) {}
-  const std::shared_ptr<ProcessGroup> group;
+  std::shared_ptr<ProcessGroup> group;
 };
 
 absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero) {
@@ -114,10 +113,10 @@ dg_error* dg_process_group_create(dg_worker* worker, const dg_process_group_opti
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(ProcessGroupOptions core_options, ToOptions(worker, options));
+    HandleAhead<ProcessGroupObject> made;
     const BlockingScope blocking;
-    DG_ASSIGN_OR_RETURN(std::shared_ptr<ProcessGroup> group,
-                        ProcessGroup::Create(std::move(core_options)));
-    *out = NewHandle<ProcessGroupObject>(std::move(group));
+    DG_ASSIGN_OR_RETURN(made->group, ProcessGroup::Create(std::move(core_options)));
+    *out = made.Release();
     return absl::OkStatus();
   });
 }
@@ -187,11 +186,15 @@ dg_error* dg_gradient_averager_create(dg_process_group* group, const dg_tensor* 
         .in_backward = false,
         .divide_by_active = (read.flags & DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE) != 0};
     if (read.bucket_bytes > 0) core_options.bucket_bytes = read.bucket_bytes;
+    // Made before, for the other ranks will have an averager, and wait for this one's part.
+    HandleAhead<AveragerObject> made;
+    SharedAhead<GradientAverager> shared;
     const BlockingScope blocking;
     DG_ASSIGN_OR_RETURN(std::unique_ptr<GradientAverager> averager,
                         GradientAverager::Create(pinned->group, std::move(of_model),
                                                  std::move(buffers), core_options));
-    *out = NewHandle<AveragerObject>(std::move(averager));
+    made->averager = shared.Share(std::move(averager));
+    *out = made.Release();
     return absl::OkStatus();
   });
 }

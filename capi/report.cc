@@ -93,8 +93,9 @@ dg_error* dg_worker_stop_trace(dg_worker* worker, dg_message** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
-    DG_ASSIGN_OR_RETURN(std::string trace, use.shared().trace().Stop(*use.get()));
-    *out = NewHandle<MessageObject>(Message{std::move(trace), {}});
+    HandleAhead<MessageObject> made;
+    DG_ASSIGN_OR_RETURN(made->message.payload, use.shared().trace().Stop(*use.get()));
+    *out = made.Release();
     return absl::OkStatus();
   });
 }

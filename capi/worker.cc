@@ -372,8 +372,10 @@ dg_error* dg_worker_call(dg_worker* worker, dg_str to, dg_str function, const dg
     DG_RETURN_IF_ERROR(CheckOut(reply, "reply"));
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(Prepared call, PrepareFunction(worker, to, function, request, options));
-    DG_ASSIGN_OR_RETURN(Message message, call.Run());
-    *reply = NewHandle<MessageObject>(std::move(message));
+    // Made before, for the function has run once there is a reply.
+    HandleAhead<MessageObject> made;
+    DG_ASSIGN_OR_RETURN(made->message, call.Run());
+    *reply = made.Release();
     return absl::OkStatus();
   });
 }
@@ -384,7 +386,9 @@ dg_error* dg_worker_call_async(dg_worker* worker, dg_str to, dg_str function,
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(Prepared call, PrepareFunction(worker, to, function, request, options));
-    *out = NewHandle<FutureObject>(call.Start());
+    HandleAhead<FutureObject> future;
+    future->work = call.Start();
+    *out = future.Release();
     return absl::OkStatus();
   });
 }
@@ -402,16 +406,17 @@ dg_error* dg_worker_call_each(dg_worker* worker, const dg_str* to, size_t to_cou
                         Pin<MessageObject>(request, "request"));
     DG_ASSIGN_OR_RETURN(const OptionsOfCall options, ToOptions(given));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    std::vector<std::unique_ptr<HandleAhead<MessageObject>>> made(to_count);
+    for (auto& each : made) each = std::make_unique<HandleAhead<MessageObject>>();
     std::vector<absl::StatusOr<Message>> results =
         use->CallEach(std::vector<WorkerRef>(names.begin(), names.end()), name, message->message,
                       options.options);
-    std::vector<OwnedHandle<MessageObject>> made(to_count);
     for (size_t i = 0; i < to_count; ++i) {
-      if (results[i].ok()) made[i] = NewOwnedHandle<MessageObject>(*std::move(results[i]));
-    }
-    for (size_t i = 0; i < to_count; ++i) {
-      replies[i] = made[i].release();
       errors[i] = ToError(results[i].status());
+      replies[i] = nullptr;
+      if (!results[i].ok()) continue;
+      (*made[i])->message = *std::move(results[i]);
+      replies[i] = made[i]->Release();
     }
     return absl::OkStatus();
   });
@@ -440,7 +445,9 @@ dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_ASSIGN_OR_RETURN(Prepared call,
                         PrepareOp(worker, to, op, arguments, argument_count, options));
-    *out = NewHandle<FutureObject>(RemoteValues{call.Start()});
+    HandleAhead<FutureObject> future;
+    future->work = RemoteValues{call.Start()};
+    *out = future.Release();
     return absl::OkStatus();
   });
 }

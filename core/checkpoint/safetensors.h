@@ -101,7 +101,7 @@ class SafetensorsFile {
   absl::Status ReadRowMajor(uint64_t offset, const at::Tensor& tensor) const;
   absl::Status Annotated(const absl::Status& status, const std::string& name) const;
 
-  const std::string path_;
+  std::string path_;
   int fd_;
   uint64_t size_ = 0;
   uint64_t data_ = 0;  // where the header ends

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
@@ -32,7 +33,11 @@ constexpr size_t kMaxName = 900;  // with the longest of these it is a function'
 }  // namespace
 
 Optimizer::Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local)
-    : worker_(worker), name_(name), local_(std::move(local)) {}
+    : worker_(worker),
+      name_(name),
+      functions_{absl::StrCat(kNorms, name), absl::StrCat(kScale, name), absl::StrCat(kRate, name),
+                 absl::StrCat(kStep, name)},
+      local_(std::move(local)) {}
 
 absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
     Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer, absl::string_view name) {
@@ -46,6 +51,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
         absl::StrCat("the optimizer '", name, "' of worker '", worker->name(), "' is null"));
   }
   auto local = std::make_shared<LocalOptimizer>(std::move(optimizer));
+  std::unique_ptr<Optimizer> made(new Optimizer(worker, name, local));
   const auto serve_any = [&](absl::string_view function, auto body) {
     return worker->RegisterOwn(absl::StrCat(function, name), body);
   };
@@ -66,6 +72,8 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
         absl::StrCat("worker '", worker->name(), "' has an optimizer '", name, "' already"));
   }
   DG_RETURN_IF_ERROR(claimed);
+  // Also where there is no memory for what follows: nobody else could give the name back.
+  absl::Cleanup remove = [&made] { made->Remove(); };
   DG_RETURN_IF_ERROR(serve(kNorms, [local](Request& request) -> absl::StatusOr<Message> {
     DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> norms,
                         local->GradientNorms(*request.context.record()));
@@ -84,7 +92,8 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
     DG_RETURN_IF_ERROR(local->SetLearningRate(request.message.tensors[0].item<double>()));
     return Message{};
   }));
-  return std::unique_ptr<Optimizer>(new Optimizer(worker, name, std::move(local)));
+  std::move(remove).Cancel();
+  return made;
 }
 
 absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,
@@ -153,10 +162,7 @@ absl::Status Optimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimiz
 void Optimizer::Remove() {
   // Before, or a second Remove() could take off another one of that name.
   if (!local_->Remove()) return;
-  // What claims the name is the last.
-  for (const absl::string_view function : {kNorms, kScale, kRate, kStep}) {
-    worker_->UnregisterOwn(absl::StrCat(function, name_));
-  }
+  for (const std::string& function : functions_) worker_->UnregisterOwn(function);
 }
 
 absl::Status Optimizer::SetWorkers(std::vector<std::string> workers) {

@@ -7,6 +7,7 @@
 #ifndef DISTGRAD_CORE_WORKER_OPTIMIZER_H_
 #define DISTGRAD_CORE_WORKER_OPTIMIZER_H_
 
+#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -101,6 +102,7 @@ class Optimizer {
 
   Worker* const worker_;
   const std::string name_;
+  const std::array<std::string, 4> functions_;  // what claims the name is the last that goes
   const std::shared_ptr<LocalOptimizer> local_;
   absl::Mutex mu_;
   std::vector<std::string> workers_ ABSL_GUARDED_BY(mu_);  // that have parts; empty: all

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -593,6 +594,7 @@ class CheckpointManager::Impl {
   bool IsFree() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !busy_; }
 
   absl::Status Annotated(const absl::Status& status, int64_t step) const {
+    if (status.ok()) return status;  // who has the turn has to give it back, and throws nothing
     return Annotate(status,
                     absl::StrCat("saving the checkpoint of step ", step, " to ", folders_->path()));
   }
@@ -604,7 +606,13 @@ class CheckpointManager::Impl {
     // The one before has ended its turn, but not the callbacks of its future, which may wait for
     // the turn. So nobody who has the turn waits for it, but the next thread at its end.
     const auto before = std::make_shared<std::thread>(std::move(thread_));
-    absl::StatusOr<std::thread> thread = StartThread(
+    absl::StatusOr<std::thread> thread = absl::ResourceExhaustedError("");
+    // Also where there is no memory: a thread that is joinable may not be forgotten.
+    absl::Cleanup put_back = [&] {
+      mu_.AssertHeld();
+      thread_ = std::move(*before);
+    };
+    thread = StartThread(
         "dg-checkpoint", [this, before, saving, promise = std::move(promise)]() mutable {
           const absl::Status saved = Annotated(Caught([&] { return Write(saving); }), saving.step);
           // Whoever has the future may have dropped it.
@@ -619,10 +627,8 @@ class CheckpointManager::Impl {
           // It may be the one that began this.
           if (before->joinable()) before->join();
         });
-    if (!thread.ok()) {
-      thread_ = std::move(*before);
-      return thread.status();
-    }
+    DG_RETURN_IF_ERROR(thread.status());
+    std::move(put_back).Cancel();
     thread_ = *std::move(thread);
     return absl::OkStatus();
   }

@@ -8,6 +8,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -414,6 +415,13 @@ class CheckpointPart::Impl {
     });
   }
 
+  // Has the name, until Unregister().
+  void Claimed() { claimed_ = true; }
+  void Unregister() {
+    if (!claimed_) return;
+    for (const std::string& function : functions_) worker_->UnregisterOwn(function);
+  }
+
   void Close() {
     const BlockingScope blocking;
     closed_.store(true);
@@ -601,7 +609,13 @@ class CheckpointPart::Impl {
   Worker* const worker_;
   const std::string name_;
   const CheckpointContents contents_;
+  // What claims the name is the last that goes.
+  const std::array<std::string, 6> functions_{
+      absl::StrCat(kCheckpointHold, name_),  absl::StrCat(kCheckpointWrite, name_),
+      absl::StrCat(kCheckpointCheck, name_), absl::StrCat(kCheckpointLoad, name_),
+      absl::StrCat(kCheckpointDrop, name_),  absl::StrCat(kCheckpointPlan, name_)};
 
+  bool claimed_ = false;  // set before others have the part
   std::atomic<bool> closed_{false};
   std::atomic<uint64_t> stopped_{0};  // the token of a save or load that has failed
   mutable absl::Mutex mu_;
@@ -628,14 +642,15 @@ absl::StatusOr<std::unique_ptr<CheckpointPart>> CheckpointPart::Create(Worker* w
       return (impl.get()->*answer)(request);
     });
   };
+  // Its end takes off what is registered by then.
+  std::unique_ptr<CheckpointPart> part(new CheckpointPart(impl));
   // Who comes first here has the name.
   const absl::Status claimed = serve(kCheckpointPlan, &Impl::Plan);
   if (absl::IsAlreadyExists(claimed)) {
     return absl::AlreadyExistsError(absl::StrCat(who, ": there is one already"));
   }
   DG_RETURN_IF_ERROR(claimed);
-  // Its end takes off what is registered by then.
-  std::unique_ptr<CheckpointPart> part(new CheckpointPart(impl));
+  impl->Claimed();
   DG_RETURN_IF_ERROR(serve(kCheckpointHold, &Impl::Hold));
   DG_RETURN_IF_ERROR(serve(kCheckpointWrite, &Impl::Write));
   DG_RETURN_IF_ERROR(serve(kCheckpointCheck, &Impl::Check));
@@ -646,11 +661,7 @@ absl::StatusOr<std::unique_ptr<CheckpointPart>> CheckpointPart::Create(Worker* w
 
 CheckpointPart::~CheckpointPart() {
   impl_->Close();
-  // What claims the name is the last.
-  for (const absl::string_view function : {kCheckpointHold, kCheckpointWrite, kCheckpointCheck,
-                                           kCheckpointLoad, kCheckpointDrop, kCheckpointPlan}) {
-    impl_->worker()->UnregisterOwn(absl::StrCat(function, impl_->name()));
-  }
+  impl_->Unregister();
 }
 
 }  // namespace distgrad

@@ -1,0 +1,86 @@
+// A step of a pipeline in which an allocation of a thread fails: the step fails, or goes on
+// without, and the next one is as good as any.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "core/pipeline/pipeline.h"
+#include "core/pipeline/schedule.h"
+#include "core/pipeline/stages.h"
+#include "tests/testing/cluster.h"
+#include "tests/testing/fail_allocation.h"
+
+namespace distgrad {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+constexpr int kStages = 2;
+// So many are a rank's own when a step ends; the end of a promise comes behind them.
+constexpr int kAllocations = 10;
+
+class NoMemoryTest : public testing::Test {
+ protected:
+  NoMemoryTest() : cluster_({.workers = kStages, .thread_count = 2}) {
+    const Schedule schedule = *ZeroBubbleH1(kStages, 2);
+    for (int s = 0; s < kStages; ++s) {
+      weights_.push_back(at::ones({1}).requires_grad_(true));
+      stages_.push_back(
+          *PipelineStages::Create(&cluster_[s], "model",
+                                  {{s,
+                                    {.forward = [this, s](Tensors in) -> Tensors {
+                                       if (s == stage_) {
+                                         FailAllocation(nth_);
+                                         throw std::bad_alloc();
+                                       }
+                                       return {in[0] * weights_[s]};
+                                     },
+                                     .loss = [](Tensors out, Tensors) { return out[0].sum(); },
+                                     .targets = 0}}}));
+    }
+    pipeline_ = *Pipeline::Create(
+        &cluster_[0],
+        {.name = "model", .workers = {WorkerName(0), WorkerName(1)}, .schedule = schedule});
+  }
+
+  absl::Status Train() {
+    const Context context = cluster_[0].NewContext();
+    return pipeline_->Train(context, {at::ones({4, 1})}, {}).status();
+  }
+
+  Cluster cluster_;
+  Tensors weights_;
+  // Whose forward finds no memory, and which of the allocations behind that fails.
+  std::atomic<int> stage_{-1}, nth_{-1};
+  std::vector<std::unique_ptr<PipelineStages>> stages_;
+  std::unique_ptr<Pipeline> pipeline_;
+};
+
+// Its function finds none, and then what the thread does about that, with the first of its
+// allocations, the second, and so on.
+TEST_F(NoMemoryTest, OfAStage) {
+  ASSERT_EQ(Train(), absl::OkStatus());
+  for (int s = 0; s < kStages; ++s) {
+    for (int nth = 0; nth < kAllocations; ++nth) {
+      SCOPED_TRACE(absl::StrCat("stage ", s, ", allocation ", nth));
+      nth_ = nth;
+      stage_ = s;
+      EXPECT_FALSE(Train().ok());
+      nth_ = -1;  // also where fewer were made
+      EXPECT_EQ(Train().code(), absl::StatusCode::kResourceExhausted);
+      stage_ = -1;
+      EXPECT_EQ(Train(), absl::OkStatus());
+    }
+  }
+}
+
+}  // namespace
+}  // namespace distgrad
