@@ -65,6 +65,9 @@ class AgentService {
   // unless it can be reached again.
   virtual void OnUnreachable(WorkerRank /*peer*/, Incarnation /*incarnation*/,
                              const absl::Status& /*why*/) {}
+  // Says that the member that is to watch this worker keeps no connection with it: it may take this
+  // worker for lost, and have said so. Called again and again, as long as that is so.
+  virtual void OnUnwatched() {}
   // Says that there are events for Agent::TakeEvents().
   virtual void OnMemberEvents() {}
 };
@@ -162,6 +165,14 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   // alive after all, as it says itself in a word that is later than its loss. It stays a member.
   void SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerRank worker, Incarnation incarnation);
+  // Returns whether a connection with that incarnation of a member stands on which it was heard. If
+  // it is dead, that ends, and OnUnreachable() follows.
+  bool Hears(WorkerRank worker, Incarnation incarnation) const {
+    return links_->Hears(worker, incarnation);
+  }
+  // Asks that incarnation of a member that is marked as lost, on the connections that stand with
+  // it, whether it is alive: if it answers it is marked so.
+  void AskLost(WorkerRank worker, Incarnation incarnation) { links_->AskLost(worker, incarnation); }
   // Keeps from now on what happens to members, in its order, until it is taken; or no longer.
   void KeepEvents(bool keep) { peers_->KeepEvents(keep); }
   std::vector<MemberEvent> TakeEvents() { return peers_->TakeEvents(); }

@@ -952,6 +952,44 @@ TEST_F(PlayedPeerTest, WhatOneHasAnsweredBeforeItDiedDoesNotBringItBack) {
   EXPECT_EQ(Happened(x_), "joined 1 lost 1") << "it was asked before the second loss";
 }
 
+// It may have connected just before its loss was told.
+TEST_F(PlayedPeerTest, OneThatIsLostAndConnectedIsAsked) {
+  x_.agent->KeepEvents(true);
+  const Played live = Connect({});
+  live.Ping(1);
+  EXPECT_TRUE(x_.agent->Hears(1, y_.incarnation));
+  EXPECT_FALSE(x_.agent->Hears(1, y_.incarnation + 1));
+  x_.agent->AskLost(1, y_.incarnation);
+  live.Ping(2);
+  EXPECT_EQ(live.end->Count(FrameKind::kPing), 0) << "it is not lost";
+  clock_.Advance(kLimit / 5);
+  clock_.Advance(kLimit / 5);
+  live.end->Await(FrameKind::kPing, 1);
+  x_.agent->SetLost(1, y_.incarnation, "it was silent");
+  x_.agent->AskLost(1, y_.incarnation);
+  live.Ping(3);
+  ASSERT_EQ(live.end->Count(FrameKind::kPing), 2);
+  live.Send(FrameKind::kPong);
+  live.Ping(4);
+  EXPECT_EQ(Happened(x_), "lost 1") << "that was asked before";
+  live.Send(FrameKind::kPong);
+  live.Ping(5);
+  EXPECT_EQ(Happened(x_), "joined 1");
+  live.connection->Close();
+}
+
+TEST_F(AgentWatchTest, WhoIsWatchedByNobodyIsTold) {
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(c().Call(0, "echo").Wait().ok());
+    Beat();
+  }
+  EXPECT_EQ(a().service.unwatched(), 0);
+  nodes_[2].reset();
+  a().service.AwaitLost(2).IgnoreError();
+  Beat();
+  EXPECT_GT(a().service.unwatched(), 0);
+}
+
 TEST_F(AgentWatchTest, OnlyWhoWatchesALostOneLooksForMore) {
   std::set<WorkerRank> with = ConnectedWith(a());
   std::vector<std::unique_ptr<TestAgent>> late;

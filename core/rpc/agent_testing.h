@@ -11,6 +11,7 @@
 #ifndef DISTGRAD_CORE_RPC_AGENT_TESTING_H_
 #define DISTGRAD_CORE_RPC_AGENT_TESTING_H_
 
+#include <atomic>
 #include <cstddef>
 #include <deque>
 #include <map>
@@ -41,6 +42,7 @@ class TestService : public AgentService {
   void OnLateReply(WorkerRank from, Body reply) override;
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
+  void OnUnwatched() override { ++unwatched_; }
   void OnMemberEvents() override;
 
   // Waits for the next call that was kept, and takes it.
@@ -58,8 +60,11 @@ class TestService : public AgentService {
   // Do the same for that incarnation of a worker that cannot be reached.
   absl::Status AwaitUnreachable(WorkerRank peer, Incarnation incarnation);
   bool HasUnreachable(WorkerRank peer) const;
+  // Returns how often it was told that nobody watches its worker.
+  int unwatched() const { return unwatched_; }
 
  private:
+  std::atomic<int> unwatched_{0};
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);

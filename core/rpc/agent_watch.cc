@@ -62,6 +62,9 @@ void Agent::Watch(bool is_first) {
   const std::vector<WorkerRank> wanted =
       watch_.Tick(is_first, [this](WorkerRank peer) { return links_->HasHeardFrom(peer); });
   ArmWatch(std::min(watch_interval_, kLongest), /*is_first=*/false);
+  // An attempt of it that failed at its end alone may have left no trace here.
+  const std::optional<WorkerRank> before = peers_->Before();
+  if (!is_first && before && !links_->HasHeardFrom(*before)) service_->OnUnwatched();
   for (const WorkerRank peer : wanted) links_->Ping(peer);
 }
 

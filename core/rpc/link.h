@@ -97,6 +97,10 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Return the number of packets that have arrived, and that have left.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }
   uint64_t sent() const { return sent_.load(std::memory_order_relaxed); }
+  // Count the pings on this link, but for one for large packets, and return their number. Each is
+  // answered once, in their order.
+  void SetAsked() { asked_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t asked() const { return asked_.load(std::memory_order_relaxed); }
   // Counts an answer to a ping on this link, and return the number of them; HearBulk() counts those
   // of a link for large packets.
   void SetAnswered() { answered_.fetch_add(1, std::memory_order_relaxed); }
@@ -193,7 +197,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   const std::shared_ptr<SendWindow> window_;
   ServedCalls served_;
   Strand out_;
-  std::atomic<uint64_t> heard_{0}, sent_{0}, answered_{0};
+  std::atomic<uint64_t> heard_{0}, sent_{0}, asked_{0}, answered_{0};
   std::atomic<bool> carried_{false};
   std::atomic<size_t> unsent_{0};  // small packets that have not left, nor were given up
 

@@ -28,6 +28,11 @@ void SendFrame(Link& link, const Frame& frame) {
   link.Send(std::move(packet));
 }
 
+void SendPing(Link& link) {
+  link.SetAsked();
+  SendFrame(link, {.kind = FrameKind::kPing});
+}
+
 }  // namespace
 
 std::shared_ptr<Link> LinkTable::Make(Link::Kind kind, absl::Time asked_for) {
@@ -145,7 +150,34 @@ void LinkTable::Ping(WorkerRank peer) {
     if (!made.ok()) return;
     link = *std::move(made);
   }
-  SendFrame(*link, {.kind = FrameKind::kPing});
+  SendPing(*link);
+}
+
+bool LinkTable::Hears(WorkerRank peer, Incarnation incarnation) const {
+  absl::MutexLock lock(&mu_);
+  return std::any_of(links_.begin(), links_.end(), [&](const auto& numbered) {
+    const Link& link = *numbered.second.link;
+    return numbered.second.mark == Entry::Mark::kNone && !link.is_bulk() && !link.closed() &&
+           link.peer() == peer && link.incarnation() == incarnation && link.heard() > 0;
+  });
+}
+
+void LinkTable::AskLost(WorkerRank peer, Incarnation incarnation) {
+  std::vector<std::shared_ptr<Link>> links;
+  {
+    absl::MutexLock lock(&mu_);
+    const uint64_t loss = peers_->LossOf(peer, incarnation);
+    if (loss == 0) return;
+    for (auto& [number, entry] : links_) {
+      if (entry.mark != Entry::Mark::kNone || entry.link->is_bulk() || entry.link->peer() != peer ||
+          entry.link->incarnation() != incarnation) {
+        continue;
+      }
+      entry.AwaitAnswer(loss);
+      links.push_back(entry.link);
+    }
+  }
+  for (const auto& link : links) SendPing(*link);
 }
 
 // Before a connection is opened the store is asked who the peer is now: it may have come back
@@ -383,7 +415,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
         ended.next_other = std::max(ended.next_other, hello.number + 1);
         found->second.peers_number = hello.number;
         // Before others know the link, and ping it.
-        found->second.loss = peers_->LossOf(hello.from, hello.from_incarnation);
+        found->second.AwaitAnswer(peers_->LossOf(hello.from, hello.from_incarnation));
         is_lost = found->second.loss != 0;
         link->SetPeer(hello.from, hello.from_incarnation);
         // Two workers may open connections to each other at the same time; then both stay.
@@ -394,7 +426,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
     if (dropped.empty()) {
       // It may have been silent for long, and speak again; or it is dead, and has sent this before
       // it died. What it answers now it has not sent before it was taken for lost.
-      if (is_lost) SendFrame(*link, {.kind = FrameKind::kPing});
+      if (is_lost) SendPing(*link);
       return;
     }
     EndDropped(hello.from, dropped,
@@ -410,7 +442,9 @@ void LinkTable::OnPong(const std::shared_ptr<Link>& link) {
   {
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());
-    if (found != links_.end()) loss = std::exchange(found->second.loss, 0);
+    if (found != links_.end() && link->answered() > found->second.asked_before) {
+      loss = std::exchange(found->second.loss, 0);
+    }
   }
   const std::optional<WorkerRank> peer = link->peer();
   if (loss == 0 || !peer || !peers_->SetAlive(*peer, link->incarnation(), loss)) return;
@@ -595,8 +629,12 @@ void LinkTable::Beat() {
   ArmHeartbeat();
   const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
   for (const size_t i : verdict.ask) {
-    SendFrame(*links[i], {.kind = readings[i].is_bulk ? FrameKind::kBulkPing : FrameKind::kPing});
-    if (mains[i] != nullptr) SendFrame(*mains[i], {.kind = FrameKind::kPing});
+    if (readings[i].is_bulk) {
+      SendFrame(*links[i], {.kind = FrameKind::kBulkPing});
+    } else {
+      SendPing(*links[i]);
+    }
+    if (mains[i] != nullptr) SendPing(*mains[i]);
   }
   for (const WorkerRank peer : verdict.probe) Probe(peer);
   {
@@ -639,7 +677,7 @@ void LinkTable::Probe(WorkerRank peer) {
     probe->SetPeer(peer, /*incarnation=*/0);
   }
   Connect(probe, peer);
-  SendFrame(*probe, {.kind = FrameKind::kPing});
+  SendPing(*probe);
 }
 
 }  // namespace distgrad

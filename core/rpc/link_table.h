@@ -84,6 +84,11 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   bool HasHeardFrom(WorkerRank peer) const;
   // Opens a link to a peer, if there is none; heartbeats keep it.
   void Ping(WorkerRank peer);
+  // Returns whether a link with that incarnation of a peer stands on which something has come.
+  bool Hears(WorkerRank peer, Incarnation incarnation) const;
+  // Asks that incarnation of a peer, if it is taken for lost, on all links that stand with it
+  // whether it lives: it is taken for alive when it answers.
+  void AskLost(WorkerRank peer, Incarnation incarnation);
 
   // Take the frames that concern a link: a hello, the answer to a ping, and a peer's wish for a
   // bulk link, with our number for it.
@@ -126,9 +131,14 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     absl::Time asked_for = absl::InfinitePast();  // when we wanted it
     Mark mark = Mark::kNone;
     uint64_t peers_number = 0;  // of one that was accepted: what its hello says
-    // Of one that was accepted from a peer that is taken for lost: the loss (Peers::LossOf) after
-    // which it was pinged, as long as that is not answered. 0: none.
-    uint64_t loss = 0;
+    // Of one with a peer that is taken for lost: the loss (Peers::LossOf) after which it was
+    // pinged, as long as that is not answered (0: none); and how many pings are older.
+    uint64_t loss = 0, asked_before = 0;
+
+    void AwaitAnswer(uint64_t after) {
+      loss = after;
+      asked_before = link->asked();
+    }
   };
   // What has ended of the links with a peer, by the numbers that their openers gave them.
   struct Ended {

@@ -57,6 +57,9 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
         if (found.ok()) {
           parts_.agent.UpdatePeer(*found).IgnoreError();  // of an incarnation that is over, say
           if (found->left || found->incarnation != incarnation) return;
+          // It was faster than the store. Should it be dead after all its connection ends, and it
+          // is asked for again.
+          if (parts_.agent.Hears(peer, incarnation)) return;
           parts_.members.MarkLost(*found, reason);
         } else if (peer == 0 && parts_.worker0_serves_store &&
                    absl::IsDeadlineExceeded(found.status())) {
@@ -65,11 +68,12 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
           return;
         }
         parts_.agent.SetLost(peer, incarnation, reason);
+        // It may have connected just before that, and does not again.
+        parts_.agent.AskLost(peer, incarnation);
       });
 }
 
-// Where a connection broke, its other end may take this worker for lost.
-void MemberSync::OnPeerLost() {
+void MemberSync::MayBeLost() {
   if (parts_.heartbeat_limit == absl::InfiniteDuration() || losses_to_deny_++ > 0) return;
   RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
 }
@@ -136,6 +140,8 @@ void MemberSync::Read() {
   const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(*all);
   if (!losses.ok()) return;
   for (const Membership::LostMember& member : losses->lost) {
+    // No connection need have broken here.
+    if (member.worker.rank == parts_.self && !parts_.members.DenyLoss().ok()) MayBeLost();
     parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
   for (const WorkerInfo& member : losses->denied)

@@ -53,11 +53,15 @@ class MemberSync {
 
   // AgentService
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why);
-  void OnPeerLost();
+  void OnPeerLost() { MayBeLost(); }
+  void OnUnwatched() { MayBeLost(); }
 
  private:
   using Task = void (MemberSync::*)();
 
+  // Looks later whether another worker has said that this one is lost: its end of a connection may
+  // have broken, or it may have failed to open one.
+  void MayBeLost();
   // Takes back that this worker is lost, should another one have said so: later, and again until
   // the store has answered.
   void DenyLoss();

@@ -27,6 +27,7 @@
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/store/signed_store.h"
 #include "core/net/endpoint.h"
+#include "core/rpc/frame.h"
 #include "core/transport/inproc/inproc_transport.h"
 #include "core/worker/metrics.h"
 #include "core/worker/worker.h"
@@ -939,6 +940,123 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
   const std::string keys[] = {"lost/0"};
   const Store::Value said[] = {absl::StrCat(incarnation, " it was silent")};
   EXPECT_EQ(store->AwaitChange(keys, said, Later()).value()[0], "");
+}
+
+// Loses all packets while it is silent, and holds up hellos; cuts each connection that worker 0
+// opens to worker 1 while it breaks them. Thread-safe.
+class WatcherFaults : public FaultInjector {
+ public:
+  Action OnSend(const std::string&, const std::string&, Packet& packet) override {
+    WireReader reader(packet.bytes);
+    if (ReadFrame(reader)->kind == FrameKind::kHello) {
+      const Hello hello = *ReadHello(reader);
+      if (breaks && hello.from == 0 && hello.to == 1) return Action::kCut;
+      return silent ? Action::kHold : Action::kDeliver;
+    }
+    return silent ? Action::kDrop : Action::kDeliver;
+  }
+
+  std::atomic<bool> silent{false}, breaks{false};
+};
+
+// Holds up the next answer about worker 1.
+class HeldReader : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    auto values = ForwardingStore::GetEach(keys, deadline);
+    if (keys.size() == 1 && keys[0] == "worker/1" && holds.exchange(false)) {
+      read.Notify();
+      go_on.WaitForNotification();
+    }
+    return values;
+  }
+
+  std::atomic<bool> holds{false};
+  absl::Notification read, go_on;
+};
+
+// "worker0", which watches "worker1", and others, with faults between them.
+class WatcherTest : public testing::Test {
+ protected:
+  void Start(int count) {
+    workers_.resize(count);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < count; ++rank) {
+      threads.emplace_back([&, rank] {
+        auto worker = Worker::Create({.store = rank == 0 ? held_ : store_,
+                                      .rank = rank,
+                                      .world_size = count,
+                                      .transport = "inproc",
+                                      .network = network_,
+                                      .heartbeat_limit = absl::Seconds(2)});
+        ASSERT_TRUE(worker.ok()) << worker.status();
+        workers_[rank] = *std::move(worker);
+        const auto echo = [](Request& r) -> absl::StatusOr<Message> {
+          return std::move(r.message);
+        };
+        ASSERT_TRUE(workers_[rank]->Register("echo", echo).ok());
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  // What the store says of the loss of worker 1, as soon as that is another thing, or at the end of
+  // that time.
+  Store::Value LossOf1(const Store::Value& before, absl::Duration wait) {
+    const std::string keys[] = {"lost/1"};
+    const Store::Value seen[] = {before};
+    return store_->AwaitChange(keys, seen, Deadline::After(wait)).value()[0];
+  }
+
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  const std::shared_ptr<HeldReader> held_ = std::make_shared<HeldReader>(store_);
+  const std::shared_ptr<WatcherFaults> faults_ = std::make_shared<WatcherFaults>();
+  const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(faults_);
+  Told told_;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+TEST_F(WatcherTest, WhoComesBackWhileTheStoreIsAskedIsNotLost) {
+  Start(2);
+  ASSERT_TRUE(workers_[0]->Call("worker1", "echo", {}).ok());
+  held_->holds = true;
+  faults_->silent = true;
+  held_->read.WaitForNotification();
+  faults_->silent = false;
+  network_->ReleaseHeld();
+  absl::Status back;
+  const absl::Time end = Later();
+  do {
+    back = workers_[1]->Call("worker0", "echo", {}).status();
+  } while (!back.ok() && absl::Now() < end);
+  ASSERT_TRUE(back.ok()) << back;
+  held_->go_on.Notify();
+  EXPECT_EQ(LossOf1(std::nullopt, absl::Seconds(1)), std::nullopt);
+  EXPECT_TRUE(workers_[0]->Call("worker1", "echo", {}).ok());
+}
+
+// Worker 1 has never heard of the connection that it would miss.
+TEST_F(WatcherTest, ALossThatOnlyTheWatcherHasSeenIsDenied) {
+  faults_->breaks = true;
+  Start(3);
+  workers_[2]->OnMember(told_.Callback());
+  EXPECT_EQ(told_.Await(1), Names({"lost worker1"}));
+  const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(10));
+  ASSERT_TRUE(lost.has_value());
+  EXPECT_EQ(LossOf1(lost, absl::Seconds(20)), "") << "its denial";
+  if (testing::Test::HasFailure()) return;
+  EXPECT_EQ(told_.Await(2)[1], "joined worker1");
+}
+
+// Its own connections are all there.
+TEST_F(WatcherTest, WhoReadsInTheStoreThatItIsLostDeniesIt) {
+  Start(3);
+  workers_[1]->OnMember([](const MemberEvent&) {});
+  const std::string said =
+      absl::StrCat(workers_[0]->members()[1].incarnation, " it could not be reached");
+  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+  ASSERT_TRUE(store_->Set("changes", "1", Later()).ok());
+  EXPECT_EQ(LossOf1(said, absl::Seconds(20)), "");
 }
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.

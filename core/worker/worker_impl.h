@@ -82,6 +82,7 @@ class WorkerImpl : public Server::Owner,
     engine_.OnPeerLost(peer, why);
     member_sync_.OnPeerLost();
   }
+  void OnUnwatched() override { member_sync_.OnUnwatched(); }
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override {
     member_sync_.OnUnreachable(peer, incarnation, why);
   }
