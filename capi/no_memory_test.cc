@@ -46,13 +46,12 @@ void ExpectOk(dg_error* error) {
 template <typename Handle>
 using End = std::function<void(Handle* made)>;
 
-// Calls it with its first allocation failing, with its second, and so on, until none fails; or until
-// `most` were tried. Before each of the calls it calls `prepare`.
+// Calls it with its first allocation failing, with its second, and so on, until none fails; or
+// until `most` were tried. Before each of the calls it calls `prepare`.
 template <typename Handle>
 void FailEachAllocation(
     const char* function, const std::function<dg_error*(Handle** out)>& call,
-    const End<Handle>& end, int most = INT_MAX,
-    const std::function<void()>& prepare = [] {}) {
+    const End<Handle>& end, int most = INT_MAX, const std::function<void()>& prepare = [] {}) {
   Tested().insert(function);
   int nth = 0, errors = 0;
   for (bool failed = true; failed && nth < most && !testing::Test::HasFailure(); ++nth) {

@@ -42,7 +42,8 @@ absl::StatusOr<std::map<std::string, DevicePairs>> DeviceMapsOf(const std::strin
   const int on_machine = place.local_world_size > 0 ? place.local_world_size : place.world_size;
   for (int rank = 0; rank < place.world_size; ++rank) {
     if (rank == place.rank) continue;
-    maps[absl::StrCat("worker", rank)] = {{Gpu(place.local_rank, gpus), Gpu(rank % on_machine, gpus)}};
+    maps[absl::StrCat("worker", rank)] = {
+        {Gpu(place.local_rank, gpus), Gpu(rank % on_machine, gpus)}};
   }
   return maps;
 }
