@@ -13,6 +13,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "core/autograd/state.h"
 #include "tests/simulation/job_run.h"
 #include "tests/simulation/scheduler.h"
 #include "tests/testing/cluster.h"
@@ -212,14 +213,41 @@ void Job::RunPass(const Action& action, Worker* worker) {
 
 // Deadlines that pass when a call has hardly begun, and while its timer is being set.
 void Job::RunBurst(const Action& action, Worker* worker) {
+  std::vector<std::pair<Future<Message>, Deadline>> calls;
   for (int i = 0; i < action.c; ++i) {
     const Deadline deadline =
         Deadline::After(absl::Microseconds(Draw() % 2 == 0 ? Draw() % 100 : Draw() % 3000));
-    const absl::StatusOr<Message> reply =
-        worker->Call(NameOf(action.a), "until", {}, {.deadline = deadline});
+    const CallOptions options{.deadline = deadline};
+    if (action.b != 0) {
+      calls.emplace_back(worker->CallAsync(NameOf(action.a), "until", {}, options), deadline);
+      continue;
+    }
+    const absl::StatusOr<Message> reply = worker->Call(NameOf(action.a), "until", {}, options);
     CheckEnd(absl::StrCat(Text(action), ", call ", i), reply.status(), deadline,
              Action::kByDeadline);
   }
+  for (auto& [call, deadline] : calls) {
+    CheckEnd(Text(action), call.Take().status(), deadline, Action::kByDeadline);
+  }
+}
+
+// Passes, and threads that ask what they wait for.
+void Job::RunLook(const Action& action, Worker* worker) {
+  constexpr int kPasses = 4;
+  std::vector<std::thread> threads;
+  const MustStart must_start;
+  for (int i = 0; i < action.b; ++i) {
+    threads.emplace_back([&] {
+      for (int look = 0; look < action.c; ++look) {
+        (void)worker->Contexts();
+        absl::SleepFor(absl::Microseconds(Draw() % 300));
+      }
+    });
+  }
+  for (int i = 0; i < kPasses; ++i) {
+    RunPass({Action::kPass, action.actor, action.a + i, Action::kByItself, 0}, worker);
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 // What several threads send over one connection, in which each call's cancel comes behind the call.

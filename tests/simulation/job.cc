@@ -314,6 +314,8 @@ void Job::Act(const Action& action) {
       return RunTrain(action, process.get());
     case Action::kPipeline:
       return RunPipeline(action, worker);
+    case Action::kLook:
+      return RunLook(action, worker);
     case Action::kWatch:
       return RunWatch(process.get());
     case Action::kUpdate:
@@ -536,7 +538,10 @@ std::string RunJob(absl::string_view order, Course* course) {
     schedule.spurious_one_in = 50;
   }
   if ((plan.faults & kStalls) != 0) {
-    schedule.stall_one_in = 200;
+    const bool hurries = std::any_of(
+        plan.actions.begin(), plan.actions.end(),
+        [](const Action& action) { return action.kind == Action::kBurst && action.b != 0; });
+    schedule.stall_one_in = hurries ? 40 : 200;
     schedule.longest_stall = 20000000;
   }
   // libtorch makes its pool anew in a process that was forked off, when it is first asked for, and

@@ -114,6 +114,7 @@ class Job {
   void RunCall(const Action& action, Worker* worker);
   void RunPass(const Action& action, Worker* worker);
   void RunBurst(const Action& action, Worker* worker);
+  void RunLook(const Action& action, Worker* worker);
   void RunCrowd(const Action& action, Worker* worker);
   void RunAwait(const Action& action, Worker* worker);
 

@@ -74,6 +74,9 @@ class Generator {
     if (hangs && harmful && (allowed & kHangs) != 0) FailOpen(kHangs);
     const bool watches = one_in(6), holds = Below(3) != 0;
     if (watches) Watch(harmful && holds && (allowed & kHolds) != 0 && (allowed & kKills) != 0);
+    const bool hurries = one_in(8), looks = one_in(8);
+    if (hurries && (allowed & kStalls) != 0 && (allowed & kPreemption) != 0) Hurry();
+    if (looks && (allowed & kPreemption) != 0) Look();
   }
 
  private:
@@ -162,6 +165,23 @@ class Generator {
     plan_.faults |= kPreemption;
     const int actor = AnyWorker(), other = (actor + 1) % plan_.workers;
     AddFirst({{Action::kCrowd, actor, other, 2 + Below(4), 2 + Below(6)}});
+  }
+
+  // Calls at once, of which the deadlines of the earlier ones have a timer set already, so that one
+  // of the later ones may end between where it is begun and where it is sent: if its thread stands
+  // still there.
+  void Hurry() {
+    plan_.faults |= kStalls | kPreemption;
+    const int actor = AnyWorker(), other = (actor + Below(2)) % plan_.workers;
+    AddFirst({{Action::kBurst, actor, other, 1, 20 + Below(40)}});
+  }
+
+  // Threads of the user's that ask for the state of passes while notices of these arrive: what the
+  // one finds waiting is left to a pool.
+  void Look() {
+    plan_.faults |= kPreemption;
+    const int actor = AnyWorker(), path = Below(1000000);
+    AddFirst({{Action::kLook, actor, path, 1 + Below(3), 10 + Below(30)}});
   }
 
   // Somebody sets the clock back while a thread waits with a deadline.
@@ -274,7 +294,7 @@ std::string Text(const Action& action) {
       "program",  "call",    "pass",  "update",         "train",  "pipeline",
       "averages", "barrier", "guest", "pause",          "cut",    "hold",
       "kill",     "outage",  "clock", "refuse threads", "deafen", "fail to connect",
-      "burst",    "crowd",   "choke", "await",          "watch"};
+      "burst",    "crowd",   "choke", "await",          "watch",  "look"};
   const std::string actor = action.actor == Action::kFate  ? "fate"
                             : action.actor == Action::kAll ? "all"
                                                            : absl::StrCat("worker", action.actor);

@@ -54,11 +54,13 @@ struct Action {
     kRefuse,    // threads; c: milliseconds
     kDeafen,    // a, b: workers
     kFailOpen,  // a: a worker, which opens connections; b: these hang; c: milliseconds
-    kBurst,     // a: a worker; c: so many calls, one after the other, that end by their deadlines
+    kBurst,     // a: a worker; b: at once, or one after the other; c: so many calls that end by
+                // their deadlines
     kCrowd,     // a: a worker; b: threads; c: so many calls of each at once, which are cancelled
     kChoke,     // a, b: workers
     kAwait,     // a: a worker; c: milliseconds that an answer is waited for which does not come
     kWatch,     // Worker::OnMember
+    kLook,      // a: a seed of passes; b: threads that look on; c: so often each
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
