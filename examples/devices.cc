@@ -18,8 +18,9 @@ absl::StatusOr<int> CountGpus() {
   return absl::FailedPreconditionError("--device cuda: CUDA finds no GPU on this machine");
 }
 
-c10::Device Gpu(int local_rank, int gpus) {
-  return {c10::kCUDA, static_cast<c10::DeviceIndex>(local_rank % gpus)};
+c10::Device GpuOf(int rank, const JobPlace& place, int gpus) {
+  const int on_machine = place.local_world_size > 0 ? place.local_world_size : place.world_size;
+  return {c10::kCUDA, static_cast<c10::DeviceIndex>(rank % on_machine % gpus)};
 }
 
 }  // namespace
@@ -31,7 +32,7 @@ absl::Status CheckDevice(const std::string& name) {
 absl::StatusOr<c10::Device> DeviceOf(const std::string& name, const JobPlace& place) {
   if (name != "cuda") return c10::Device(c10::kCPU);
   DG_ASSIGN_OR_RETURN(const int gpus, CountGpus());
-  return Gpu(place.local_rank, gpus);
+  return GpuOf(place.rank, place, gpus);
 }
 
 absl::StatusOr<std::map<std::string, DevicePairs>> DeviceMapsOf(const std::string& name,
@@ -39,11 +40,10 @@ absl::StatusOr<std::map<std::string, DevicePairs>> DeviceMapsOf(const std::strin
   std::map<std::string, DevicePairs> maps;
   if (name != "cuda") return maps;
   DG_ASSIGN_OR_RETURN(const int gpus, CountGpus());
-  const int on_machine = place.local_world_size > 0 ? place.local_world_size : place.world_size;
   for (int rank = 0; rank < place.world_size; ++rank) {
     if (rank == place.rank) continue;
     maps[absl::StrCat("worker", rank)] = {
-        {Gpu(place.local_rank, gpus), Gpu(rank % on_machine, gpus)}};
+        {GpuOf(place.rank, place, gpus), GpuOf(rank, place, gpus)}};
   }
   return maps;
 }

@@ -17,12 +17,12 @@ namespace distgrad {
 // built with --config=cuda, and the machine has a GPU.
 absl::Status CheckDevice(const std::string& name);
 
-// The device of the process at `place`: with "cuda" its machine's GPU of its local rank, modulo
-// their number.
+// The device of the process at `place`: with "cuda" a GPU of its machine, whose processes take them
+// in turns, by their rank. All machines have as many processes and GPUs, and a block of the ranks.
 absl::StatusOr<c10::Device> DeviceOf(const std::string& name, const JobPlace& place);
 
 // WorkerOptions::device_maps of that process: where tensors on its device arrive in each other one,
-// "worker<rank>". All machines have as many processes and GPUs as this one.
+// "worker<rank>".
 absl::StatusOr<std::map<std::string, DevicePairs>> DeviceMapsOf(const std::string& name,
                                                                 const JobPlace& place);
 

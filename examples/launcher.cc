@@ -322,7 +322,7 @@ absl::StatusOr<std::optional<JobPlace>> JobPlaceFromEnvironment() {
   if (!place.ok()) return place.status();
   const bool alone = place->rendezvous.kind == RendezvousUrl::Kind::kEnvironment;
   if (alone) return std::nullopt;
-  return JobPlace{place->rank, place->world_size, place->local_rank, place->local_world_size};
+  return JobPlace{place->rank, place->world_size, place->local_world_size};
 }
 
 absl::StatusOr<int> Launch(const LaunchOptions& options) {

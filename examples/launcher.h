@@ -16,9 +16,7 @@ namespace distgrad {
 struct JobPlace {
   int rank = 0;
   int world_size = 1;
-  // Among the processes of its machine; 0 and 0 where the launcher does not say so.
-  int local_rank = 0;
-  int local_world_size = 0;
+  int local_world_size = 0;  // the processes of its machine; 0 where the launcher does not say so
 };
 
 // Returns the place that a launcher has set in the environment (docs/launching.md); nothing if none

@@ -190,8 +190,8 @@ std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
 // An expanded one would lose its form. `by_host` counts the bytes of a message, of which memory of
 // the host has no more than its part.
 bool GoesByHost(const at::Tensor& tensor, size_t* by_host) {
-  if (!tensor.is_non_overlapping_and_dense() || tensor.nbytes() > kGpuByHostBytes ||
-      *by_host + tensor.nbytes() > kMessageByHostBytes) {
+  if (tensor.layout() != at::kStrided || !tensor.is_non_overlapping_and_dense() ||
+      tensor.nbytes() > kGpuByHostBytes || *by_host + tensor.nbytes() > kMessageByHostBytes) {
     return false;
   }
   *by_host += tensor.nbytes();

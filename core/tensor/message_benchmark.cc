@@ -76,7 +76,7 @@ void Run() {
       Cost([&] { Check(CheckServed(op)); }), Cost([&] {
         const ShownTensors shown = CountShown(args);
         if (CountPieces(op, args) + CountListBytes(op, args) > 0) std::abort();
-        Check(CheckHeads(op, args));
+        Check(CheckAttention(op, args));
         Check(CheckViews(op, args, shown));
         Check(CheckListLengths(op, args));
         Check(CheckNumbers(op, args));

@@ -267,6 +267,10 @@ absl::Status CheckNumbers(const c10::OperatorHandle& op, absl::Span<const c10::I
   for (size_t i = 0; i < args.size() && i < arguments.size(); ++i) {
     DG_RETURN_IF_ERROR(CheckRange(base, arguments[i], args[i]));
     DG_RETURN_IF_ERROR(CheckScale(base, arguments[i], args[i]));
+    if (arguments[i].name() == "pin_memory" && args[i].isBool() && args[i].toBool()) {
+      return absl::InvalidArgumentError(
+          "argument 'pin_memory' is true: memory is not pinned for other workers");
+    }
     if (args[i].isTensor()) {
       DG_RETURN_IF_ERROR(CheckElements(args[i].toTensor()));
     } else if (args[i].isTensorList()) {

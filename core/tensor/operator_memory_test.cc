@@ -224,7 +224,7 @@ bool Passes(const c10::OperatorHandle& op, const Values& arguments) {
   const ShownTensors shown = CountShown(arguments);
   return CountPieces(op, arguments) <= kMaxTensors &&
          CountListBytes(op, arguments) <= int64_t{kElementBytes} && shown.bytes <= kArgumentBytes &&
-         CheckHeads(op, arguments).ok() && CheckViews(op, arguments, shown).ok() &&
+         CheckAttention(op, arguments).ok() && CheckViews(op, arguments, shown).ok() &&
          CheckListLengths(op, arguments).ok();
 }
 

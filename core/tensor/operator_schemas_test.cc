@@ -509,7 +509,7 @@ bool Passes(const c10::OperatorHandle& op, const Values& arguments) {
   const ShownTensors shown = CountShown(arguments);
   return CountPieces(op, arguments) <= kMostTensors &&
          CountListBytes(op, arguments) <= kMostBytes && shown.bytes <= uint64_t{kMostBytes} &&
-         CheckHeads(op, arguments).ok() && CheckViews(op, arguments, shown).ok() &&
+         CheckAttention(op, arguments).ok() && CheckViews(op, arguments, shown).ok() &&
          CheckListLengths(op, arguments).ok() && CheckNumbers(op, arguments).ok();
 }
 

@@ -399,7 +399,7 @@ absl::Status CheckListLengths(const c10::OperatorHandle& op, absl::Span<const c1
   return absl::OkStatus();
 }
 
-absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
+absl::Status CheckAttention(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args) {
   constexpr const char* kNames[] = {"queries", "keys", "values"};
   constexpr size_t kShare = 7;
   if (op.operator_name().name != "aten::scaled_dot_product_attention") return absl::OkStatus();
@@ -412,7 +412,15 @@ absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IVa
     return absl::InvalidArgumentError(
         absl::StrCat("the ", kNames[i], " of an attention need a head at least, and have none"));
   }
-  return absl::OkStatus();
+  const auto count = [&](size_t i) -> std::optional<int64_t> {
+    if (i >= args.size() || !args[i].isTensor()) return std::nullopt;
+    const at::Tensor& tensor = args[i].toTensor();
+    return tensor.defined() && tensor.dim() >= 2 ? std::optional(tensor.size(-2)) : std::nullopt;
+  };
+  const std::optional<int64_t> keys = count(1), values = count(2);
+  if (!keys.has_value() || !values.has_value() || keys == values) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("an attention needs as many values as keys, and has ", *values, " and ", *keys));
 }
 
 absl::Status CheckViews(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args,

@@ -62,9 +62,10 @@ ShownTensors CountShown(absl::Span<const c10::IValue> args);
 absl::Status CheckListLengths(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for an attention without heads: of four dimensions, or of three if several heads
-// of queries share one of keys and values (`enable_gqa`). libtorch divides by their number, which
-// ends the process.
-absl::Status CheckHeads(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
+// of queries share one of keys and values (`enable_gqa`): libtorch divides by their number, which
+// ends the process. And for one that has not as many keys as values: its kernel takes the values'
+// number for both, and divides by that or reads behind the keys.
+absl::Status CheckAttention(const c10::OperatorHandle& op, absl::Span<const c10::IValue> args);
 
 // kInvalidArgument for a view in which one element stands for many where libtorch takes each to
 // have memory of its own: in what is written to, as `linalg_svdvals.out` does without a look at it,

@@ -291,7 +291,7 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
         "limit message_bytes is ",
         parts_.options.limits.message_bytes));
   }
-  DG_RETURN_IF_ERROR(CheckHeads(op, arguments));
+  DG_RETURN_IF_ERROR(CheckAttention(op, arguments));
   DG_RETURN_IF_ERROR(CheckViews(op, arguments, shown));
   if (!serves_all) {
     DG_RETURN_IF_ERROR(CheckListLengths(op, arguments));

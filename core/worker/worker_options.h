@@ -20,8 +20,8 @@ class Store;          // core/membership/store.h
 // Which operators ("aten::...") the other workers may call here; see docs/security.md.
 enum class ServeOperators {
   kNone,
-  // A list of some 400 of libtorch's own, of which each was reviewed for what a peer can do by it:
-  // what models are trained with. One that writes to its arguments is among them, since the worker
+  // A list of some 400 of libtorch's own, which models are trained with, chosen for what a peer can
+  // do by them. One that writes to its arguments is among them, since the worker
   // has copies; one that takes the tensor of its result is not. See
   // core/tensor/served_operators.cc. For others a registered function can call them.
   kSafe,

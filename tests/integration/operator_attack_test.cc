@@ -386,6 +386,13 @@ std::vector<NumbersCall> CallsByNumbers() {
       {"aten::scaled_dot_product_attention",
        {at::ones({2, 0, 5, 8}), at::ones({2, 0, 7, 8}), at::ones({2, 0, 7, 8}), none, 0.0, false,
         none, false}},
+      // Divides by the number of values, which it takes for that of the keys, and reads as many.
+      {"aten::scaled_dot_product_attention",
+       {at::ones({1, 1, 1, 8}), at::ones({1, 1, 1, 8}), at::ones({1, 1, 0, 8})}},
+      {"aten::scaled_dot_product_attention",
+       {at::ones({1, 1, 64, 8}), at::ones({1, 1, 1, 8}), at::ones({1, 1, 1 << 16, 8})}},
+      // Memory that no limit would see, and that stays.
+      {"aten::zeros", {Ints{1 << 20}, none, none, none, true}},
       // A list of 24 bytes for each place of all dimensions but one: 240 MB here.
       {"aten::softmax.int",
        {at::sparse_coo_tensor(places, at::ones({1}), {10000, 1000, 1}), 2, none}},

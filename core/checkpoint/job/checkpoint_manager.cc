@@ -556,12 +556,19 @@ class CheckpointManager::Impl {
     DG_RETURN_IF_ERROR(Annotated(TakeTurn(deadline), step));
     absl::StatusOr<Future<Unit>> begun = Caught([&]() -> absl::StatusOr<Future<Unit>> {
       DG_ASSIGN_OR_RETURN(const Saving saving, Hold(step, deadline, /*copy=*/true));
+      // Without memory it may throw, and the parts would keep their copies.
+      absl::Cleanup drop = [&saving] {
+        Caught([&saving] {
+          saving.parts.Drop(saving.token);
+          return absl::OkStatus();
+        }).IgnoreError();
+      };
       Promise<Unit> promise;
       const Future<Unit> future = promise.future();
       const absl::Status started = StartWriting(saving, std::move(promise));
-      if (started.ok()) return future;
-      saving.parts.Drop(saving.token);
-      return OfLeader(*worker_, started);
+      if (!started.ok()) return OfLeader(*worker_, started);
+      std::move(drop).Cancel();
+      return future;
     });
     if (begun.ok()) return begun;
     EndTurn();

@@ -7,10 +7,12 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -29,12 +31,14 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/log.h"
+#include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
 #include "core/parallel/nccl/current_device.h"
@@ -61,23 +65,34 @@ constexpr absl::Duration kLeaveTimeout = absl::Minutes(1);
 constexpr char kId[] = "nccl_id";
 std::string PlaceKey(int rank) { return absl::StrCat("nccl_place/", rank); }
 
-// Machines as NCCL tells them apart (getHostHash() in its misc/utils.cc).
+// Where a rank is. Machines are told apart as NCCL does it: by name and start (getHostHash() in its
+// misc/utils.cc), and by their shared memory, by which it would send (its transport/shm.cc).
 struct RankPlace {
   std::string machine;
   std::string process;  // begins with the machine
 };
 RankPlace PlaceOfThisRank() {
+  static const uint64_t this_process = RandomNumber();
+  const auto is_set = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return value != nullptr && absl::string_view(value) != "0";
+  };
   std::string machine;
-  if (const char* const said = std::getenv("NCCL_HOSTID"); said != nullptr) {
-    machine = said;
+  struct stat shared = {};
+  if (is_set("NCCL_SHM_DISABLE") || is_set("NCCL_P2P_DISABLE") || stat("/dev/shm", &shared) != 0) {
+    // Then it may send by sockets to its own machine, too.
+    machine = absl::StrCat("alone ", this_process);
+  } else if (const char* const said = std::getenv("NCCL_HOSTID"); said != nullptr) {
+    machine = absl::StrCat(said, " ", shared.st_dev);
   } else {
     char name[256] = "";
     gethostname(name, sizeof(name) - 1);
-    std::ifstream("/proc/sys/kernel/random/boot_id") >> machine;
-    machine = absl::StrCat(name, " ", machine);
+    std::string boot;
+    std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+    machine = absl::StrCat(name, " ", boot, " ", shared.st_dev);
   }
   absl::StrAppend(&machine, "\n");
-  return {machine, absl::StrCat(machine, getpid())};
+  return {machine, absl::StrCat(machine, this_process)};
 }
 
 const c10::impl::DeviceGuardImplInterface& GuardOf(c10::Device device) {
@@ -108,7 +123,8 @@ class Communicator {
   // Waits until this rank and all others are connected. Throws StatusError, as all below do.
   void Connect(const BackendPlace& place, Deadline deadline) {
     const ncclUniqueId id = Id(place, deadline);
-    ThrowIfNotOk(place.store->Set(PlaceKey(place.rank), PlaceOfThisRank().process, deadline));
+    const RankPlace here = PlaceOfThisRank();
+    ThrowIfNotOk(place.store->Set(PlaceKey(place.rank), here.process, deadline));
     const c10::DeviceGuard on_device(device_);
     {
       absl::MutexLock lock(&mu_);
@@ -121,7 +137,7 @@ class Communicator {
     // All have said by now where they are.
     std::vector<std::string> keys;
     for (int rank = 0; rank < place.size; ++rank) keys.push_back(PlaceKey(rank));
-    sends_late_ = SendsLate(ValueOrThrow(place.store->GetEach(keys, deadline)), place.rank);
+    sends_late_ = SendsLate(ValueOrThrow(place.store->GetEach(keys, deadline)), place.rank, here);
   }
 
   // Has `call` begin something, and waits until NCCL has given all of it to the stream.
@@ -287,8 +303,7 @@ class Communicator {
   // it to other machines. Within one, GPUs read it from memory which lasts for as long as the
   // reader has it. Not where another rank is a thread of this process: NCCL ends all of a process's
   // communicators with the last of them, and the wait for one would hold up the abort of another.
-  static bool SendsLate(const std::vector<Store::Value>& places, int rank) {
-    const RankPlace here = PlaceOfThisRank();
+  static bool SendsLate(const std::vector<Store::Value>& places, int rank, const RankPlace& here) {
     bool late = false;
     for (size_t i = 0; i < places.size(); ++i) {
       if (static_cast<int>(i) == rank || !places[i].has_value()) continue;
