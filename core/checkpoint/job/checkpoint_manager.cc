@@ -556,7 +556,8 @@ class CheckpointManager::Impl {
     DG_RETURN_IF_ERROR(Annotated(TakeTurn(deadline), step));
     absl::StatusOr<Future<Unit>> begun = Caught([&]() -> absl::StatusOr<Future<Unit>> {
       DG_ASSIGN_OR_RETURN(const Saving saving, Hold(step, deadline, /*copy=*/true));
-      // Without memory it may throw, and the parts would keep their copies.
+      // Where no writer is started the parts would keep their copies; without memory that may
+      // throw.
       absl::Cleanup drop = [&saving] {
         Caught([&saving] {
           saving.parts.Drop(saving.token);
