@@ -63,7 +63,7 @@ struct StageTrace::Spans {
       try {
         spans.push_back(span);
         return;
-      } catch (const std::bad_alloc&) {  // dropped
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it counts as dropped
       }
     }
     ++dropped;
