@@ -522,8 +522,7 @@ void Pipeline::GiveBack(const Schedule& schedule, uint64_t step,
     try {
       const StepEnd end{{step, FirstStage(schedule.rank_of_stage, rank)}, 0};
       ends.push_back(Ask(kEndStep, rank, EncodeEnd(end), until));
-    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as a rank on whose way there
-                                       // is no room
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as where there is no room
     }
   }
   for (const Future<Message>& end : ends) end.Wait().status().IgnoreError();
