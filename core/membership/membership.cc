@@ -535,13 +535,14 @@ void Membership::Announce(const LostMember& lost) {
   if (next == kDone && --unsaid_[lost.worker.rank] == 0) unsaid_.erase(lost.worker.rank);
 }
 
-absl::Status Membership::DenyLoss() {
+absl::StatusOr<bool> Membership::DenyLoss() {
   constexpr absl::Time kNow = absl::InfinitePast();
   const std::string key = LostKey(self_.rank);
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
-  if (!LossOf(self_, entry).is_lost) return absl::OkStatus();
+  if (!LossOf(self_, entry).is_lost) return false;
   DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
-  return WakeBarriers(kNow);
+  DG_RETURN_IF_ERROR(WakeBarriers(kNow));
+  return true;
 }
 
 absl::StatusOr<int64_t> Membership::Changes() {
@@ -601,7 +602,8 @@ absl::Status Membership::Barrier(Deadline deadline, OnLost on_lost,
 absl::Status Membership::Shutdown(Deadline deadline, OnLost on_lost,
                                   absl::FunctionRef<absl::Status()> finish) {
   // Worker 0, which may serve the store, goes without those who are lost.
-  absl::Status status = WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
+  absl::Status status =
+      WithLost(Patiently(deadline, [this](Deadline) { return DenyLoss(); }).status());
   if (status.ok()) status = WaitAtBarrier({"shutdown", "shutdown", kLast, on_lost}, deadline);
   if (status.ok()) status = finish();
   if (status.ok()) status = WaitAtBarrier({"finish", "finish", kLast, on_lost}, deadline);
@@ -761,7 +763,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     check_again = Deadline::After(CheckAgain(size_));
     // This worker is alive.
     if (absent->self) {
-      DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }));
+      DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }).status());
     }
     const bool fails = !absent->lost.empty() && barrier.on_lost == OnLost::kFail;
     if (absent->late.empty() && !fails) return Open(barrier, deadline);

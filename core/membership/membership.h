@@ -106,9 +106,9 @@ class Membership {
   // once; for any thread. Should the member live after all, it takes the word back at its next
   // barrier, or in the one that it waits in; a new incarnation of it is not lost.
   void MarkLost(const WorkerInfo& member, std::string reason = "");
-  // Takes back that this worker is lost, as another one said. A store that is silent has some
-  // seconds.
-  absl::Status DenyLoss();
+  // Takes back that this worker is lost, as another one said; returns whether one had. A store that
+  // is silent has some seconds.
+  absl::StatusOr<bool> DenyLoss();
 
   struct LostMember {
     WorkerInfo worker;

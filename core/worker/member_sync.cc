@@ -80,10 +80,21 @@ void MemberSync::MayBeLost() {
 
 void MemberSync::DenyLoss() {
   const int seen = losses_to_deny_;
-  const bool is_silent = absl::IsDeadlineExceeded(parts_.members.DenyLoss());
+  const bool is_silent = absl::IsDeadlineExceeded(DenyLossNow());
   // Of a connection that broke meanwhile the other end may speak yet.
   if (!is_silent && losses_to_deny_.fetch_sub(seen) == seen) return;
   RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
+}
+
+absl::Status MemberSync::DenyLossNow() {
+  const absl::StatusOr<bool> denied = parts_.members.DenyLoss();
+  if (denied.ok() && *denied) denied_at_ = parts_.clock.Now();
+  return denied.status();
+}
+
+bool MemberSync::HasJustDenied() const {
+  return parts_.heartbeat_limit != absl::InfiniteDuration() &&
+         parts_.clock.Now() - denied_at_ < parts_.heartbeat_limit;
 }
 
 void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, Task task) {
@@ -140,8 +151,9 @@ void MemberSync::Read() {
   const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(*all);
   if (!losses.ok()) return;
   for (const Membership::LostMember& member : losses->lost) {
-    // No connection need have broken here.
-    if (member.worker.rank == parts_.self && !parts_.members.DenyLoss().ok()) MayBeLost();
+    // No connection need have broken here. Two that cannot reach each other, and both reach the
+    // store, say this in turn for as long as that lasts, and all read it: so not at once again.
+    if (member.worker.rank == parts_.self && (HasJustDenied() || !DenyLossNow().ok())) MayBeLost();
     parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
   for (const WorkerInfo& member : losses->denied)

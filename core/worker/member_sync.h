@@ -65,6 +65,10 @@ class MemberSync {
   // Takes back that this worker is lost, should another one have said so: later, and again until
   // the store has answered.
   void DenyLoss();
+  // Does so once, now.
+  absl::Status DenyLossNow();
+  // Returns whether it has been done just now, and may be again and again.
+  bool HasJustDenied() const;
   void FollowOnce();
   void Read();
   void MissStore(const absl::Status& why);
@@ -76,6 +80,8 @@ class MemberSync {
   std::atomic<int> losses_to_deny_{0};  // that others may have claimed; soon
   std::atomic<bool> follows_{false};
   std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
+  // Used on the look-ups' thread alone.
+  absl::Time denied_at_ = absl::InfinitePast();
   // Used by Read() alone.
   int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not

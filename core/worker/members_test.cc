@@ -943,20 +943,22 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
 }
 
 // Loses all packets while it is silent, and holds up hellos; cuts each connection that worker 0
-// opens to worker 1 while it breaks them. Thread-safe.
+// opens to worker 1 while it breaks them, and those that either opens to the other while they are
+// apart. Thread-safe.
 class WatcherFaults : public FaultInjector {
  public:
   Action OnSend(const std::string&, const std::string&, Packet& packet) override {
     WireReader reader(packet.bytes);
     if (ReadFrame(reader)->kind == FrameKind::kHello) {
       const Hello hello = *ReadHello(reader);
-      if (breaks && hello.from == 0 && hello.to == 1) return Action::kCut;
+      if ((breaks || apart) && hello.from == 0 && hello.to == 1) return Action::kCut;
+      if (apart && hello.from == 1 && hello.to == 0) return Action::kCut;
       return silent ? Action::kHold : Action::kDeliver;
     }
     return silent ? Action::kDrop : Action::kDeliver;
   }
 
-  std::atomic<bool> silent{false}, breaks{false};
+  std::atomic<bool> silent{false}, breaks{false}, apart{false};
 };
 
 // Holds up the next answer about worker 1.
@@ -979,7 +981,7 @@ class HeldReader : public ForwardingStore {
 // "worker0", which watches "worker1", and others, with faults between them.
 class WatcherTest : public testing::Test {
  protected:
-  void Start(int count) {
+  void Start(int count, absl::Duration heartbeat_limit = absl::Seconds(2)) {
     workers_.resize(count);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < count; ++rank) {
@@ -989,7 +991,7 @@ class WatcherTest : public testing::Test {
                                       .world_size = count,
                                       .transport = "inproc",
                                       .network = network_,
-                                      .heartbeat_limit = absl::Seconds(2)});
+                                      .heartbeat_limit = heartbeat_limit});
         ASSERT_TRUE(worker.ok()) << worker.status();
         workers_[rank] = *std::move(worker);
         const auto echo = [](Request& r) -> absl::StatusOr<Message> {
@@ -1054,9 +1056,25 @@ TEST_F(WatcherTest, WhoReadsInTheStoreThatItIsLostDeniesIt) {
   workers_[1]->OnMember([](const MemberEvent&) {});
   const std::string said =
       absl::StrCat(workers_[0]->members()[1].incarnation, " it could not be reached");
-  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
-  ASSERT_TRUE(store_->Set("changes", "1", Later()).ok());
-  EXPECT_EQ(LossOf1(said, absl::Seconds(20)), "");
+  for (const char* change : {"1", "2"}) {
+    ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+    ASSERT_TRUE(store_->Set("changes", change, Later()).ok());
+    EXPECT_EQ(LossOf1(said, absl::Seconds(20)), "") << change;
+  }
+}
+
+// Each word that one is lost, and each denial, is read by all.
+TEST_F(WatcherTest, TwoThatCannotReachEachOtherDoNotArgueWithoutAPause) {
+  faults_->apart = true;
+  Start(3, /*heartbeat_limit=*/absl::Seconds(20));
+  workers_[0]->OnMember(told_.Callback());
+  workers_[1]->OnMember([](const MemberEvent&) {});
+  const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(20));
+  ASSERT_TRUE(lost.has_value());
+  ASSERT_EQ(LossOf1(lost, absl::Seconds(15)), "") << "its first denial";
+  const Store::Value again = LossOf1("", absl::Seconds(15));
+  ASSERT_NE(again, "");
+  EXPECT_EQ(LossOf1(again, absl::Seconds(3)), again);
 }
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
