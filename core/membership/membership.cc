@@ -509,30 +509,71 @@ Membership::Loss Membership::LossOf(const WorkerInfo& member, const Store::Value
   return {.is_lost = true, .reason = std::string(reason.substr(0, kMaxReason))};
 }
 
-void Membership::Announce(const LostMember& lost) {
-  const std::string key = LostKey(lost.worker.rank);
+void Membership::MarkAlive(WorkerRank member, Incarnation incarnation) {
+  {
+    absl::MutexLock lock(&mu_);
+    const auto lost = lost_.find(member);
+    if (lost == lost_.end() || lost->second.worker.incarnation != incarnation) return;
+    lost_.erase(lost);
+  }
+  announcer_.Schedule([this, member] { TakeBack(member); });
+}
+
+bool Membership::Say(const std::string& key, const std::string& value,
+                     absl::FunctionRef<bool(const Store::Value&)> is_wanted) {
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
   while (next != kDone && !closed_) {
     absl::Status status;
     if (next == kAsk) {
       const auto said = TryGet(*store_, key, absl::InfinitePast());
       status = said.status();
-      // Mostly another has said it.
-      if (said.ok()) next = LossOf(lost.worker, *said).is_lost ? kDone : kSay;
+      if (said.ok()) next = is_wanted(*said) ? kSay : kDone;
     } else if (next == kSay) {
-      status = store_->Set(
-          key, absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason)),
-          absl::InfinitePast());
+      status = store_->Set(key, value, absl::InfinitePast());
       if (status.ok()) next = kRing;
     } else {
       status = WakeBarriers(absl::InfinitePast());
       if (status.ok()) next = kDone;
     }
     // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
-    if (!status.ok() && !absl::IsDeadlineExceeded(status)) return;
+    if (!status.ok() && !absl::IsDeadlineExceeded(status)) return false;
   }
+  return next == kDone;
+}
+
+void Membership::Announce(const LostMember& lost) {
+  const WorkerRank rank = lost.worker.rank;
+  const std::string words =
+      absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason));
+  const bool is_done = Say(LostKey(rank), words, [&](const Store::Value& entry) {
+    if (LossOf(lost.worker, entry).is_lost) return false;  // mostly another has said it
+    absl::MutexLock lock(&mu_);
+    const auto still = lost_.find(rank);
+    if (still == lost_.end() || still->second.worker.incarnation != lost.worker.incarnation) {
+      return false;
+    }
+    said_[rank] = words;
+    return true;
+  });
   absl::MutexLock lock(&mu_);
-  if (next == kDone && --unsaid_[lost.worker.rank] == 0) unsaid_.erase(lost.worker.rank);
+  if (is_done && --unsaid_[rank] == 0) unsaid_.erase(rank);
+}
+
+// What another worker says may be later than the life that this one has seen, and stays: the member
+// itself denies it. Where both have found it lost, and this one was first, the other has said
+// nothing; but this one, which watches the member again, finds it lost once more.
+void Membership::TakeBack(WorkerRank member) {
+  const bool is_done = Say(LostKey(member), "", [&](const Store::Value& entry) {
+    absl::MutexLock lock(&mu_);
+    return IsTakenBack(member, entry);
+  });
+  absl::MutexLock lock(&mu_);
+  if (is_done && lost_.count(member) == 0) said_.erase(member);
+}
+
+bool Membership::IsTakenBack(WorkerRank member, const Store::Value& entry) {
+  const auto said = said_.find(member);
+  return said != said_.end() && entry == said->second && lost_.count(member) == 0;
 }
 
 absl::StatusOr<bool> Membership::DenyLoss() {
@@ -566,7 +607,12 @@ absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<Worker
   for (size_t i = 0; i < members.size(); ++i) {
     if (members[i].left) continue;
     Loss loss = LossOf(members[i], entries[i]);
-    if (loss.is_lost) losses.lost.push_back({members[i], std::move(loss.reason)});
+    if (loss.is_lost) {
+      absl::MutexLock lock(&mu_);
+      if (!IsTakenBack(members[i].rank, entries[i])) {
+        losses.lost.push_back({members[i], std::move(loss.reason)});
+      }
+    }
     if (!loss.is_denied) continue;
     // That an earlier loss was taken back says nothing of a later one, which is on its way there.
     const bool is_said = unsaid.count(members[i].rank) == 0;

@@ -49,10 +49,10 @@ struct MembershipOptions {
   absl::Duration store_limit = absl::InfiniteDuration();
 };
 
-// Blocks in the store, but for MarkLost and Close: never on a pool's or a transport's thread. Claim
-// and then Enter come first, once each; thread-safe after that. What has a deadline waits for a
-// store that is silent until then, and always some seconds; after Enter for no longer than
-// `store_limit`, which is kUnavailable, and not when this is closed, which is kCancelled.
+// Blocks in the store, but for MarkLost, MarkAlive and Close: never on a pool's or a transport's
+// thread. Claim and then Enter come first, once each; thread-safe after that. What has a deadline
+// waits for a store that is silent until then, and always some seconds; after Enter for no longer
+// than `store_limit`, which is kUnavailable, and not when this is closed, which is kCancelled.
 //
 // As long as no worker is late, lost or leaves, each asks the store a fixed number of times to
 // enter, in each barrier and at the end, whatever the size of the job.
@@ -106,6 +106,9 @@ class Membership {
   // once; for any thread. Should the member live after all, it takes the word back at its next
   // barrier, or in the one that it waits in; a new incarnation of it is not lost.
   void MarkLost(const WorkerInfo& member, std::string reason = "");
+  // Takes back that word, or has it not said if it is on its way; what another worker has said
+  // stays. The same.
+  void MarkAlive(WorkerRank member, Incarnation incarnation);
   // Takes back that this worker is lost, as another one said; returns whether one had. A store that
   // is silent has some seconds.
   absl::StatusOr<bool> DenyLoss();
@@ -202,6 +205,13 @@ class Membership {
   };
   static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
   void Announce(const LostMember& lost);
+  void TakeBack(WorkerRank member);
+  // Writes `value`, unless what is there makes that unwanted, and wakes barriers. Returns whether
+  // there is nothing left to do; waits while the store is silent.
+  bool Say(const std::string& key, const std::string& value,
+           absl::FunctionRef<bool(const Store::Value&)> is_wanted);
+  // Returns whether that is what this worker has said of the loss of a member, and takes back.
+  bool IsTakenBack(WorkerRank member, const Store::Value& entry) ABSL_SHARED_LOCKS_REQUIRED(mu_);
   // Asks again while the store is silent: until the deadline, the store's limit, or this worker
   // closes.
   template <typename Ask>
@@ -231,6 +241,8 @@ class Membership {
 
   absl::Mutex mu_;
   std::map<WorkerRank, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  // What it has written of the losses of members, as far as it may be there yet.
+  std::map<WorkerRank, std::string> said_ ABSL_GUARDED_BY(mu_);
   // How many words of MarkLost() for each may not be in the store yet; not 0.
   std::map<WorkerRank, int> unsaid_ ABSL_GUARDED_BY(mu_);
   Store::Value changes_ ABSL_GUARDED_BY(mu_);

@@ -766,6 +766,89 @@ TEST_F(RunningJobTest, WhatWasSaidOfAnEarlierLossIsNotTakenForAWordOnALaterOne) 
   } while (!losses->are_all_said);
 }
 
+TEST_F(RunningJobTest, WhoHasSaidALossTakesItBack) {
+  Start(2);
+  const WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
+  const std::string keys[] = {"lost/1"};
+  const auto change_from = [&](const Store::Value& before) {
+    const Store::Value seen[] = {before};
+    return store_->AwaitChange(keys, seen, Deadline::After(absl::Seconds(20))).value()[0];
+  };
+  members_[0]->MarkAlive(1, worker1.incarnation);  // nothing was said
+  for (const char* reason : {"it was silent", "once more"}) {
+    const Store::Value before = store_->GetEach(keys, absl::InfinitePast()).value()[0];
+    members_[0]->MarkLost(worker1, reason);
+    const Store::Value said = change_from(before);
+    EXPECT_EQ(said, absl::StrCat(worker1.incarnation, " ", reason));
+    members_[0]->MarkAlive(1, worker1.incarnation + 1);
+    ASSERT_EQ(members_[0]->LossesOf({worker1})->lost.size(), 1u);
+    members_[0]->MarkAlive(1, worker1.incarnation);
+    EXPECT_EQ(change_from(said), "") << reason;
+    while (members_[0]->LossesOf({worker1})->denied.empty()) std::this_thread::yield();
+  }
+  // Another has said this, and this worker would have.
+  ASSERT_TRUE(
+      store_->Set("lost/1", absl::StrCat(worker1.incarnation, " another word"), Later()).ok());
+  members_[0]->MarkLost(worker1, "it was silent");
+  members_[0]->MarkAlive(1, worker1.incarnation);
+  // What comes after that has been said.
+  members_[0]->MarkLost(*members_[0]->Find("worker0", Later()));
+  ASSERT_TRUE(store_->Get("lost/0", Later()).ok());
+  EXPECT_EQ(members_[0]->LossesOf({worker1})->lost.size(), 1u);
+}
+
+// Holds the next answer about the loss of worker 1, when asked to. Thread-safe.
+class LateAnswerStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    auto values = ForwardingStore::GetEach(keys, deadline);
+    if (keys.size() == 1 && keys[0] == "lost/1" && holds.exchange(false)) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return values;
+  }
+
+  std::atomic<bool> holds{false};
+  absl::Notification held, go_on;
+};
+
+TEST_F(RunningJobTest, ALossThatIsTakenBackBeforeItIsSaidIsNotSaid) {
+  Start(2);
+  const auto late = std::make_shared<LateAnswerStore>(store_);
+  Membership members(late, {.rank = 0, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  const WorkerInfo worker1 = *members.Find("worker1", Later());
+  late->holds = true;
+  members.MarkLost(worker1, "it was silent");
+  late->held.WaitForNotification();
+  members.MarkAlive(1, worker1.incarnation);
+  late->go_on.Notify();
+  members.MarkLost(*members.Find("worker0", Later()));
+  ASSERT_TRUE(store_->Get("lost/0", Later()).ok());
+  const std::string keys[] = {"lost/1"};
+  EXPECT_EQ(store_->GetEach(keys, absl::InfinitePast()).value()[0], std::nullopt);
+}
+
+// While it takes its word back the store may still have it.
+TEST_F(RunningJobTest, AWordThatIsBeingTakenBackIsNotALoss) {
+  Start(2);
+  const auto late = std::make_shared<LateAnswerStore>(store_);
+  Membership members(late, {.rank = 0, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  const WorkerInfo worker1 = *members.Find("worker1", Later());
+  members.MarkLost(worker1, "it was silent");
+  ASSERT_TRUE(store_->Get("lost/1", Later()).ok());
+  late->holds = true;
+  members.MarkAlive(1, worker1.incarnation);
+  late->held.WaitForNotification();
+  EXPECT_TRUE(members.LossesOf({worker1})->lost.empty());
+  EXPECT_EQ(members_[1]->LossesOf({worker1})->lost.size(), 1u);
+  late->go_on.Notify();
+  while (store_->Get("lost/1", Later()).value() != "") std::this_thread::yield();
+}
+
 // Who served the store may be the one that is lost.
 TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
   Start(2);

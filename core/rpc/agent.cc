@@ -54,6 +54,10 @@ void Agent::OnPeerLost(WorkerRank peer, const absl::Status& why) {
   service_->OnPeerLost(peer, why);
 }
 
+void Agent::OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) {
+  service_->OnRevived(peer, incarnation, loss);
+}
+
 void Agent::OnMemberEvents() { service_->OnMemberEvents(); }
 
 }  // namespace distgrad

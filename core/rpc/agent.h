@@ -68,6 +68,9 @@ class AgentService {
   // Says that the member that is to watch this worker keeps no connection with it: it may take this
   // worker for lost, and have said so. Called again and again, as long as that is so.
   virtual void OnUnwatched() {}
+  // Says that a member that was marked as lost, by that loss (Agent::LossOf), has answered, and is
+  // marked as alive.
+  virtual void OnRevived(WorkerRank /*peer*/, Incarnation /*incarnation*/, uint64_t /*loss*/) {}
   // Says that there are events for Agent::TakeEvents().
   virtual void OnMemberEvents() {}
 };
@@ -165,6 +168,11 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   // alive after all, as it says itself in a word that is later than its loss. It stays a member.
   void SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason);
   void SetAlive(WorkerRank worker, Incarnation incarnation);
+  // Returns the number of the loss of that incarnation of a member, if it is marked as lost, or 0.
+  // A later one is greater.
+  uint64_t LossOf(WorkerRank worker, Incarnation incarnation) const {
+    return peers_->LossOf(worker, incarnation);
+  }
   // Returns whether a connection with that incarnation of a member stands on which it was heard. If
   // it is dead, that ends, and OnUnreachable() follows.
   bool Hears(WorkerRank worker, Incarnation incarnation) const {
@@ -197,6 +205,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) override;
+  void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) override;
   void OnMemberEvents() override;
 
   absl::StatusOr<SendWindow::Credit> AwaitCredit(const std::shared_ptr<SendWindow>& window,

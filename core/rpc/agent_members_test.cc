@@ -972,9 +972,14 @@ TEST_F(PlayedPeerTest, OneThatIsLostAndConnectedIsAsked) {
   live.Send(FrameKind::kPong);
   live.Ping(4);
   EXPECT_EQ(Happened(x_), "lost 1") << "that was asked before";
+  const uint64_t loss = x_.agent->LossOf(1, y_.incarnation);
+  EXPECT_NE(loss, 0u);
+  EXPECT_EQ(x_.service.last_revived(), 0u);
   live.Send(FrameKind::kPong);
   live.Ping(5);
   EXPECT_EQ(Happened(x_), "joined 1");
+  EXPECT_EQ(x_.service.last_revived(), loss);
+  EXPECT_EQ(x_.agent->LossOf(1, y_.incarnation), 0u);
   live.connection->Close();
 }
 

@@ -43,6 +43,9 @@ class TestService : public AgentService {
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
   void OnUnwatched() override { ++unwatched_; }
+  void OnRevived(WorkerRank /*peer*/, Incarnation /*incarnation*/, uint64_t loss) override {
+    last_revived_ = loss;
+  }
   void OnMemberEvents() override;
 
   // Waits for the next call that was kept, and takes it.
@@ -62,9 +65,12 @@ class TestService : public AgentService {
   bool HasUnreachable(WorkerRank peer) const;
   // Returns how often it was told that nobody watches its worker.
   int unwatched() const { return unwatched_; }
+  // Returns the last loss that it was told is over; 0: none.
+  uint64_t last_revived() const { return last_revived_; }
 
  private:
   std::atomic<int> unwatched_{0};
+  std::atomic<uint64_t> last_revived_{0};
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);

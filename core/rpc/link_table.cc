@@ -448,7 +448,10 @@ void LinkTable::OnPong(const std::shared_ptr<Link>& link) {
   }
   const std::optional<WorkerRank> peer = link->peer();
   if (loss == 0 || !peer || !peers_->SetAlive(*peer, link->incarnation(), loss)) return;
-  if (const auto user = user_.lock()) user->OnMemberEvents();
+  const auto user = user_.lock();
+  if (user == nullptr) return;
+  user->OnRevived(*peer, link->incarnation(), loss);
+  user->OnMemberEvents();
 }
 
 void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& why) {

@@ -54,6 +54,9 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
     // Says that a link with a member that has not left has ended.
     virtual void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) = 0;
+    // Says that a member has answered which was taken for lost, by that loss (Peers::LossOf), and
+    // is no longer.
+    virtual void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) = 0;
     // Says that Peers may have new events.
     virtual void OnMemberEvents() = 0;
   };

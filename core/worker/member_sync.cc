@@ -68,9 +68,21 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
           return;
         }
         parts_.agent.SetLost(peer, incarnation, reason);
+        if (found.ok()) marked_[peer] = parts_.agent.LossOf(peer, incarnation);
         // It may have connected just before that, and does not again.
         parts_.agent.AskLost(peer, incarnation);
       });
+}
+
+// The member need not deny a loss that is told when its connections stand again: so this worker,
+// which has told it, takes it back. An answer to an earlier loss says nothing of the one told.
+void MemberSync::OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) {
+  parts_.lookups.Run([this, peer, incarnation, loss] {
+    const auto marked = marked_.find(peer);
+    if (marked == marked_.end() || marked->second > loss) return;
+    marked_.erase(marked);
+    parts_.members.MarkAlive(peer, incarnation);
+  });
 }
 
 void MemberSync::MayBeLost() {

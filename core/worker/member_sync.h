@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
@@ -55,6 +56,7 @@ class MemberSync {
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why);
   void OnPeerLost() { MayBeLost(); }
   void OnUnwatched() { MayBeLost(); }
+  void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss);
 
  private:
   using Task = void (MemberSync::*)();
@@ -82,6 +84,7 @@ class MemberSync {
   std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
   // Used on the look-ups' thread alone.
   absl::Time denied_at_ = absl::InfinitePast();
+  absl::flat_hash_map<WorkerRank, uint64_t> marked_;  // the losses that this worker has told
   // Used by Read() alone.
   int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not

@@ -6,6 +6,7 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <functional>
@@ -961,13 +962,14 @@ class WatcherFaults : public FaultInjector {
   std::atomic<bool> silent{false}, breaks{false}, apart{false};
 };
 
-// Holds up the next answer about worker 1.
+// Holds up the next answer about a key. Thread-safe.
 class HeldReader : public ForwardingStore {
  public:
-  using ForwardingStore::ForwardingStore;
+  HeldReader(std::shared_ptr<Store> store, std::string key)
+      : ForwardingStore(std::move(store)), key_(std::move(key)) {}
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     auto values = ForwardingStore::GetEach(keys, deadline);
-    if (keys.size() == 1 && keys[0] == "worker/1" && holds.exchange(false)) {
+    if (keys.size() == 1 && keys[0] == key_ && holds.exchange(false)) {
       read.Notify();
       go_on.WaitForNotification();
     }
@@ -976,6 +978,21 @@ class HeldReader : public ForwardingStore {
 
   std::atomic<bool> holds{false};
   absl::Notification read, go_on;
+
+ private:
+  const std::string key_;
+};
+
+// Forgets that its worker takes back the loss of worker 1, while it is mute. Thread-safe.
+class MuteStore : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (is_mute && key == "lost/1" && value.empty()) return absl::OkStatus();
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+  std::atomic<bool> is_mute{false};
 };
 
 // "worker0", which watches "worker1", and others, with faults between them.
@@ -986,7 +1003,10 @@ class WatcherTest : public testing::Test {
     std::vector<std::thread> threads;
     for (int rank = 0; rank < count; ++rank) {
       threads.emplace_back([&, rank] {
-        auto worker = Worker::Create({.store = rank == 0 ? held_ : store_,
+        std::shared_ptr<Store> store = store_;
+        if (rank == 0) store = held_word_;
+        if (rank == 1) store = mute1_;
+        auto worker = Worker::Create({.store = std::move(store),
                                       .rank = rank,
                                       .world_size = count,
                                       .transport = "inproc",
@@ -1011,10 +1031,14 @@ class WatcherTest : public testing::Test {
   }
 
   const std::shared_ptr<Store> store_ = NewInProcessStore();
-  const std::shared_ptr<HeldReader> held_ = std::make_shared<HeldReader>(store_);
+  // Worker 0's, which reads whether worker 1 is lost before it says so; and worker 1's.
+  const std::shared_ptr<MuteStore> mute0_ = std::make_shared<MuteStore>(store_);
+  const std::shared_ptr<HeldReader> held_ = std::make_shared<HeldReader>(mute0_, "worker/1");
+  const std::shared_ptr<HeldReader> held_word_ = std::make_shared<HeldReader>(held_, "lost/1");
+  const std::shared_ptr<MuteStore> mute1_ = std::make_shared<MuteStore>(store_);
   const std::shared_ptr<WatcherFaults> faults_ = std::make_shared<WatcherFaults>();
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(faults_);
-  Told told_;
+  Told told_, told_watcher_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };
 
@@ -1040,6 +1064,7 @@ TEST_F(WatcherTest, WhoComesBackWhileTheStoreIsAskedIsNotLost) {
 // Worker 1 has never heard of the connection that it would miss.
 TEST_F(WatcherTest, ALossThatOnlyTheWatcherHasSeenIsDenied) {
   faults_->breaks = true;
+  mute0_->is_mute = true;
   Start(3);
   workers_[2]->OnMember(told_.Callback());
   EXPECT_EQ(told_.Await(1), Names({"lost worker1"}));
@@ -1075,6 +1100,41 @@ TEST_F(WatcherTest, TwoThatCannotReachEachOtherDoNotArgueWithoutAPause) {
   const Store::Value again = LossOf1("", absl::Seconds(15));
   ASSERT_NE(again, "");
   EXPECT_EQ(LossOf1(again, absl::Seconds(3)), again);
+}
+
+// Nobody else would take it back: its member's connections stand, the watcher's among them.
+TEST_F(WatcherTest, ALossWhoseMemberAnswersBeforeItIsSaidIsNotSaid) {
+  faults_->breaks = true;
+  held_word_->holds = true;
+  mute1_->is_mute = true;
+  Start(3);
+  workers_[0]->OnMember(told_watcher_.Callback());
+  workers_[2]->OnMember(told_.Callback());
+  const auto is_back = [&] {
+    const Names told = told_watcher_.Await(1);
+    return std::find(told.begin(), told.end(), "joined worker1") != told.end();
+  };
+  const absl::Time end = Later();
+  while (!is_back() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
+  EXPECT_TRUE(is_back());
+  held_word_->go_on.Notify();
+  // As long as the third one needs to read what there is.
+  EXPECT_EQ(LossOf1(std::nullopt, absl::Seconds(3)), std::nullopt);
+  EXPECT_EQ(told_.Await(0), Names());
+}
+
+TEST_F(WatcherTest, WhoHasToldALossTakesItBackWhenItsMemberAnswers) {
+  faults_->apart = true;
+  mute1_->is_mute = true;
+  Start(3);
+  workers_[2]->OnMember(told_.Callback());
+  EXPECT_EQ(told_.Await(1), Names({"lost worker1"}));
+  const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(10));
+  ASSERT_TRUE(lost.has_value());
+  faults_->apart = false;
+  EXPECT_EQ(LossOf1(lost, absl::Seconds(20)), "");
+  if (testing::Test::HasFailure()) return;
+  EXPECT_EQ(told_.Await(2)[1], "joined worker1");
 }
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.

@@ -86,6 +86,9 @@ class WorkerImpl : public Server::Owner,
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override {
     member_sync_.OnUnreachable(peer, incarnation, why);
   }
+  void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) override {
+    member_sync_.OnRevived(peer, incarnation, loss);
+  }
   void OnMemberEvents() override { member_callback_.OnEvents(); }
 
   // EngineNetwork
