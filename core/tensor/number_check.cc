@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
 #include <ATen/ops/eq.h>
+#include <c10/core/Layout.h>
 
 #include <cmath>
 #include <cstddef>
@@ -270,6 +271,11 @@ absl::Status CheckNumbers(const c10::OperatorHandle& op, absl::Span<const c10::I
     if (arguments[i].name() == "pin_memory" && args[i].isBool() && args[i].toBool()) {
       return absl::InvalidArgumentError(
           "argument 'pin_memory' is true: memory is not pinned for other workers");
+    }
+    if (arguments[i].name() == "layout" && args[i].isInt() &&
+        args[i].toInt() == static_cast<int64_t>(c10::Layout::Mkldnn)) {
+      return absl::InvalidArgumentError(
+          "argument 'layout' is that of oneDNN: tensors of it are not made for other workers");
     }
     if (args[i].isTensor()) {
       DG_RETURN_IF_ERROR(CheckElements(args[i].toTensor()));

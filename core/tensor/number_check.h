@@ -35,6 +35,7 @@ namespace distgrad {
 //   - a stride of a convolution beyond 2^10: oneDNN's kernel for what is transposed, and so for the
 //     derivative of the others, ends the process with one of 2^14;
 //   - a `pad` that reflects three dimensions, as `reflection_pad3d` does, which is not served;
+//   - the layout of oneDNN: `new_zeros` writes to what is not there for a dtype that oneDNN lacks;
 //   - `pin_memory`, for pinned memory is not of the allocator that counts what a call takes;
 //   - a scale of an `upsample_*` that is not from 1e-6 to 1e6: places are made of floats that no
 //     integer holds.

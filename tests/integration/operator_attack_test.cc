@@ -391,6 +391,10 @@ std::vector<NumbersCall> CallsByNumbers() {
        {at::ones({1, 1, 1, 8}), at::ones({1, 1, 1, 8}), at::ones({1, 1, 0, 8})}},
       {"aten::scaled_dot_product_attention",
        {at::ones({1, 1, 64, 8}), at::ones({1, 1, 1, 8}), at::ones({1, 1, 1 << 16, 8})}},
+      // oneDNN's layout, which has no memory for this dtype.
+      {"aten::new_zeros",
+       {at::ones({0, 2}), Ints{3}, static_cast<int64_t>(at::kBFloat16),
+        static_cast<int64_t>(c10::Layout::Mkldnn)}},
       // Memory that no limit would see, and that stays.
       {"aten::zeros", {Ints{1 << 20}, none, none, none, true}},
       // A list of 24 bytes for each place of all dimensions but one: 240 MB here.
