@@ -28,6 +28,8 @@ std::string Shape(const at::Tensor& tensor) {
 
 absl::Status ShuttingDown() { return absl::CancelledError("this worker is shutting down"); }
 
+absl::Status WasReleased() { return absl::CancelledError("the context was released"); }
+
 // Whether the notice is to be acknowledged.
 bool IsCounted(const Notice& notice) {
   return notice.kind == Notice::Kind::kStart ||
@@ -251,7 +253,7 @@ void Engine::Handle(WorkerRank from, Batches batches, RunHere here) {
     const Notice& first = batch.notices.front();
     if (first.kind == Notice::Kind::kRelease) {
       // The origin alone ends its contexts; whoever lost it speaks for itself.
-      if (MakerOf(first.context) != services_.self) ReleaseFrom(first.context, from);
+      if (MakerOf(first.context) != services_.self) ReleaseFrom(first.context, from, WasReleased());
     } else if (first.kind == Notice::Kind::kKnown) {
       OnKnown(first.context, from);
     } else {
@@ -306,7 +308,7 @@ void Engine::OnPeerLost(WorkerRank peer, const absl::Status& why) {
     const bool was_peer = context->LosePeer(peer, why);
     for (const auto& run : context->Passes()) run->OnPeerLost(peer, why);
     if (MakerOf(id) == peer) {
-      ReleaseFrom(id, peer);
+      ReleaseFrom(id, peer, Annotate(why, "the worker that made the context is lost"));
     } else if (was_peer && MakerOf(id) != services_.self) {
       // The release may have been going to come by way of that worker.
       if (context->AddPeer(MakerOf(id)).ok())
@@ -324,13 +326,12 @@ void Engine::OnKnown(ContextId id, WorkerRank from) {
 
 // ------------------------------------------------------------------------------------- Release
 
-void Engine::Release(ContextId context) { ReleaseFrom(context, std::nullopt); }
+void Engine::Release(ContextId context) { ReleaseFrom(context, std::nullopt, WasReleased()); }
 
-void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from) {
+void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from, const absl::Status& why) {
   std::shared_ptr<ContextRecord> context = contexts_->Remove(id);
   if (context == nullptr) return;
   ContextRecord::Released released = context->Release();
-  const absl::Status why = absl::CancelledError("the context was released");
   for (const auto& run : released.passes) run->Fail(why);
   for (WorkerRank peer : context->Peers()) {
     if (peer == from || peer == services_.self) continue;

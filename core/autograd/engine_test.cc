@@ -35,6 +35,7 @@ namespace distgrad {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 constexpr WorkerRank kSelf = 1, kPeer = 2, kOther = 3;
@@ -660,6 +661,36 @@ TEST_F(EngineTest, AContextThatANoticeBroughtIsMadeKnownToItsOriginWhenTheSender
   Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = context});
   AwaitPool();
   EXPECT_EQ(contexts_.size(), 0u);
+}
+
+// The worker that made it takes no part in the pass, whose workers would know only of a release.
+TEST_F(EngineTest, APassOfAContextWhoseMakerIsLostSaysSo) {
+  const absl::StatusOr<std::shared_ptr<ContextRecord>> context =
+      contexts_.FindOrAdd(MakeId(kOther, 1), /*edge=*/0);
+  ASSERT_TRUE(context.ok()) << context.status();
+  ASSERT_TRUE((*context)->AddPeer(kOther).ok());
+  const Future<Unit> pass =
+      engine_.Backward(*context, {Receive(*context, kPeer, 1).sum()},
+                       {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
+  network_.TakeSent();
+  engine_.OnPeerLost(kOther, absl::UnavailableError("worker 2 is gone"));
+  AwaitPool();
+  std::string told;
+  for (const auto& sent : network_.TakeSent()) {
+    for (const Notice& notice : sent.notices) {
+      if (sent.to == kPeer && notice.kind == Notice::Kind::kAbort) told = notice.status.message();
+    }
+  }
+  EXPECT_THAT(told, HasSubstr("worker 2 is gone"));
+  Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                  .context = (*context)->id(),
+                  .pass = MakeId(kSelf, 1),
+                  .count = 1});
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(pass.Wait().status().message()), HasSubstr("worker 2 is gone"));
 }
 
 // What was in the packet is lost; its bytes alone cannot be read without it.

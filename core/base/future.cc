@@ -9,6 +9,12 @@
 
 namespace distgrad::internal {
 
+const absl::Status& DroppedStatus() {
+  static const absl::Status* const dropped =
+      new absl::Status(absl::CancelledError("the work was dropped before it completed"));
+  return *dropped;
+}
+
 bool FutureWait::Wait(Deadline deadline) const {
   // A past deadline only asks; a pool need not wake a thread for that.
   if (deadline.Passed()) return false;

@@ -45,6 +45,10 @@ class Canceller {
 
 namespace internal {
 
+// What a future says whose promise was dropped. Made with the first promise, for whoever drops one
+// may have no memory left.
+const absl::Status& DroppedStatus();
+
 // The state that a promise and its futures share, but for the value: whether there is one, the
 // threads that wait for it, and its maker. Thread-safe.
 class FutureWait {
@@ -191,7 +195,7 @@ class Future {
 template <typename T>
 class Promise {
  public:
-  Promise() : state_(std::make_shared<internal::FutureState<T>>()) {}
+  Promise() : state_(std::make_shared<internal::FutureState<T>>()) { internal::DroppedStatus(); }
   Promise(Promise&&) noexcept = default;
   Promise& operator=(Promise&& other) noexcept {
     Abandon();
@@ -210,7 +214,7 @@ class Promise {
 
  private:
   void Abandon() {
-    if (state_) state_->Set(absl::CancelledError("the work was dropped before it completed"));
+    if (state_) state_->Set(internal::DroppedStatus());
   }
 
   std::shared_ptr<internal::FutureState<T>> state_;
