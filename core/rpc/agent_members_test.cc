@@ -983,6 +983,22 @@ TEST_F(PlayedPeerTest, OneThatIsLostAndConnectedIsAsked) {
   live.connection->Close();
 }
 
+// It need not have noticed anything, and so connects to nobody by itself.
+TEST_F(PlayedPeerTest, OneThatIsLostAndIsCalledIsAsked) {
+  x_.agent->KeepEvents(true);
+  x_.agent->SetLost(1, y_.incarnation, "it was silent");
+  const auto call = x_.Call(1, "echo", "x");
+  const Played opened = AwaitAccepted(0);
+  opened.end->Await(FrameKind::kRequest, 1);
+  opened.Ping(1);
+  EXPECT_EQ(opened.end->Count(FrameKind::kPing), 1);
+  EXPECT_EQ(Happened(x_), "lost 1");
+  opened.Send(FrameKind::kPong);
+  opened.Ping(2);
+  EXPECT_EQ(Happened(x_), "joined 1");
+  opened.connection->Close();
+}
+
 TEST_F(AgentWatchTest, WhoIsWatchedByNobodyIsTold) {
   for (int i = 0; i < 3; ++i) {
     EXPECT_TRUE(c().Call(0, "echo").Wait().ok());

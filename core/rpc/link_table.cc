@@ -211,7 +211,7 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
   const WorkerInfo self = peers_->self();
   Hello hello = {
       .from = self.rank, .from_incarnation = self.incarnation, .to = to, .link = bulk_of};
-  bool is_wanted, is_closed;
+  bool is_wanted, is_closed, is_lost = false;
   {
     absl::MutexLock lock(&mu_);
     is_closed = state_ == State::kClosed;
@@ -221,6 +221,8 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
     is_wanted = peer && found != links_.end() && found->second.mark != Entry::Mark::kDropped;
     if (is_wanted) {
       link->SetPeer(to, peer->incarnation);
+      if (bulk_of == 0) found->second.AwaitAnswer(peers_->LossOf(to, peer->incarnation));
+      is_lost = found->second.loss != 0;
       const Ended& ended = EndedWith(to, peer->incarnation);
       hello.to_incarnation = peer->incarnation;
       hello.number = link->number();
@@ -234,6 +236,8 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
   }
   Packet packet;
   AppendHello(hello, &packet.bytes);
+  // Somebody calls it, say; it may live after all, and not know that it is taken for lost.
+  if (is_lost) SendPing(*link);
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
   if (!connection.ok()) return link->Close(connection.status());
   link->SendHello(**connection, std::move(packet));
