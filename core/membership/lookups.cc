@@ -75,9 +75,9 @@ void Lookups::AskAll() {
   if (!thread_.Schedule([this] { AskAll(); })) AskAll();
 }
 
-void Lookups::Run(absl::AnyInvocable<void()> task) {
-  if (!thread_.Start().ok()) return;
-  thread_.Schedule([this, task = std::move(task)]() mutable {
+bool Lookups::Run(absl::AnyInvocable<void()> task) {
+  if (!thread_.Start().ok()) return false;
+  return thread_.Schedule([this, task = std::move(task)]() mutable {
     if (!closed_) task();
   });
 }

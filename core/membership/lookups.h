@@ -31,9 +31,9 @@ class Lookups final : public Directory {
   void Find(WorkerRank worker, absl::Duration patience, Found found) override;
   void Find(std::string name, Deadline deadline, Found found);
 
-  // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close(), or
-  // where there is no thread to be had.
-  void Run(absl::AnyInvocable<void()> task);
+  // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close().
+  // Returns false, and does so at once, where there is no thread to be had, or after Close().
+  bool Run(absl::AnyInvocable<void()> task);
 
   // Answers what waits with kCancelled, and waits for its thread.
   void Close();

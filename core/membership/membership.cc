@@ -491,14 +491,16 @@ absl::Status Membership::Leave(Deadline deadline) {
 
 // ----------------------------------------------------------------------------- Lost members
 
-void Membership::MarkLost(const WorkerInfo& member, std::string reason) {
+bool Membership::MarkLost(const WorkerInfo& member, std::string reason) {
+  if (!announcer_.Start().ok()) return false;
   LostMember lost{member, std::move(reason)};
   {
     absl::MutexLock lock(&mu_);
-    lost_[member.rank] = lost;
+    lost_[member.rank] = {lost, ++last_word_};
     ++unsaid_[member.rank];
   }
   announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
+  return true;
 }
 
 Membership::Loss Membership::LossOf(const WorkerInfo& member, const Store::Value& entry) {
@@ -513,7 +515,7 @@ void Membership::MarkAlive(WorkerRank member, Incarnation incarnation) {
   {
     absl::MutexLock lock(&mu_);
     const auto lost = lost_.find(member);
-    if (lost == lost_.end() || lost->second.worker.incarnation != incarnation) return;
+    if (lost == lost_.end() || lost->second.lost.worker.incarnation != incarnation) return;
     lost_.erase(lost);
   }
   announcer_.Schedule([this, member] { TakeBack(member); });
@@ -522,15 +524,27 @@ void Membership::MarkAlive(WorkerRank member, Incarnation incarnation) {
 bool Membership::Say(const std::string& key, const std::string& value,
                      absl::FunctionRef<bool(const Store::Value&)> is_wanted) {
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
+  std::optional<Store::Value> before;  // what was there when it was said for the first time
   while (next != kDone && !closed_) {
     absl::Status status;
     if (next == kAsk) {
       const auto said = TryGet(*store_, key, absl::InfinitePast());
       status = said.status();
-      if (said.ok()) next = is_wanted(*said) ? kSay : kDone;
+      if (!said.ok()) {
+        // Asked again, below.
+      } else if (before.has_value() && *said == value) {
+        next = kRing;  // it came there, and the answer did not
+      } else if (before.has_value() && *said != *before) {
+        next = kDone;  // somebody has spoken since; it may be the answer to what came there
+      } else if (is_wanted(*said)) {
+        before = *said;
+        next = kSay;
+      } else {
+        next = kDone;
+      }
     } else if (next == kSay) {
       status = store_->Set(key, value, absl::InfinitePast());
-      if (status.ok()) next = kRing;
+      next = status.ok() ? kRing : kAsk;
     } else {
       status = WakeBarriers(absl::InfinitePast());
       if (status.ok()) next = kDone;
@@ -549,7 +563,7 @@ void Membership::Announce(const LostMember& lost) {
     if (LossOf(lost.worker, entry).is_lost) return false;  // mostly another has said it
     absl::MutexLock lock(&mu_);
     const auto still = lost_.find(rank);
-    if (still == lost_.end() || still->second.worker.incarnation != lost.worker.incarnation) {
+    if (still == lost_.end() || still->second.lost.worker.incarnation != lost.worker.incarnation) {
       return false;
     }
     said_[rank] = words;
@@ -593,20 +607,35 @@ absl::StatusOr<int64_t> Membership::Changes() {
   return number;
 }
 
+Membership::Words Membership::WordsSoFar() {
+  absl::MutexLock lock(&mu_);
+  return {.last = last_word_, .unsaid = unsaid_};
+}
+
+void Membership::Forget(const Words& words, const WorkerInfo& member, const Loss& loss) {
+  absl::MutexLock lock(&mu_);
+  const auto told = lost_.find(member.rank);
+  if (told == lost_.end() || told->second.word > words.last) return;
+  const Incarnation incarnation = told->second.lost.worker.incarnation;
+  if (incarnation > member.incarnation) return;  // what was read of it is older
+  // That an earlier loss was taken back says nothing of a later one, which is on its way there.
+  const bool is_denied = loss.is_denied && words.unsaid.count(member.rank) == 0;
+  if (!member.left && incarnation == member.incarnation && !is_denied) return;
+  lost_.erase(told);
+  said_.erase(member.rank);
+}
+
 absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<WorkerInfo>& members) {
-  std::map<WorkerRank, int> unsaid;
-  {
-    absl::MutexLock lock(&mu_);
-    unsaid = unsaid_;
-  }
+  const Words words = WordsSoFar();
   std::vector<std::string> keys;
   for (const WorkerInfo& member : members) keys.push_back(LostKey(member.rank));
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> entries,
                       store_->GetEach(keys, absl::InfinitePast()));
   Losses losses;
   for (size_t i = 0; i < members.size(); ++i) {
-    if (members[i].left) continue;
     Loss loss = LossOf(members[i], entries[i]);
+    Forget(words, members[i], loss);
+    if (members[i].left) continue;
     if (loss.is_lost) {
       absl::MutexLock lock(&mu_);
       if (!IsTakenBack(members[i].rank, entries[i])) {
@@ -615,7 +644,7 @@ absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<Worker
     }
     if (!loss.is_denied) continue;
     // That an earlier loss was taken back says nothing of a later one, which is on its way there.
-    const bool is_said = unsaid.count(members[i].rank) == 0;
+    const bool is_said = words.unsaid.count(members[i].rank) == 0;
     losses.are_all_said = losses.are_all_said && is_said;
     if (is_said) losses.denied.push_back(members[i]);
   }
@@ -627,7 +656,7 @@ absl::Status Membership::WithLost(const absl::Status& status) {
   std::vector<LostMember> lost;
   {
     absl::MutexLock lock(&mu_);
-    for (const auto& [rank, worker] : lost_) lost.push_back(worker);
+    for (const auto& [rank, told] : lost_) lost.push_back(told.lost);
   }
   if (lost.empty()) return status;
   return absl::UnavailableError(absl::StrCat(Lost(lost).message(), ", and ", status.message()));
@@ -738,6 +767,7 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
     keys.push_back(LostKey(rank));
     keys.push_back(MarkKey(barrier, static_cast<WorkerRank>(rank)));
   }
+  const Words words = WordsSoFar();
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store_->GetEach(keys, deadline));
   Absent absent;
   std::vector<WorkerInfo> members;
@@ -748,8 +778,9 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
     if (!of_worker[0].has_value()) continue;
     DG_ASSIGN_OR_RETURN(WorkerInfo member,
                         DecodeWorkerInfo(*of_worker[0], static_cast<WorkerRank>(rank)));
-    if (member.left) continue;
     Loss loss = LossOf(member, of_worker[1]);
+    Forget(words, member, loss);
+    if (member.left) continue;
     const bool lost = loss.is_lost;
     members.push_back(member);
     if (lost && member.incarnation == self_.incarnation && member.rank == self_.rank) {

@@ -104,8 +104,9 @@ class Membership {
   // Says that this incarnation of a member is lost, and why: all workers that wait for it in a
   // barrier, and those that will, hear of it within about a second, by way of the store. Returns at
   // once; for any thread. Should the member live after all, it takes the word back at its next
-  // barrier, or in the one that it waits in; a new incarnation of it is not lost.
-  void MarkLost(const WorkerInfo& member, std::string reason = "");
+  // barrier, or in the one that it waits in; a new incarnation of it is not lost. Returns false if
+  // there is no thread to be had that would say it: then it is not said.
+  bool MarkLost(const WorkerInfo& member, std::string reason = "");
   // Takes back that word, or has it not said if it is on its way; what another worker has said
   // stays. The same.
   void MarkAlive(WorkerRank member, Incarnation incarnation);
@@ -204,6 +205,15 @@ class Membership {
     std::string reason = {};
   };
   static Loss LossOf(const WorkerInfo& member, const Store::Value& entry);
+  // What MarkLost() has been told until now: the number of the last word, and unsaid_.
+  struct Words {
+    uint64_t last = 0;
+    std::map<WorkerRank, int> unsaid = {};
+  };
+  Words WordsSoFar();
+  // Forgets a loss that was told by then, if it is over, as was read after that: the member has
+  // left, has come back, or has taken it back.
+  void Forget(const Words& words, const WorkerInfo& member, const Loss& loss);
   void Announce(const LostMember& lost);
   void TakeBack(WorkerRank member);
   // Writes `value`, unless what is there makes that unwanted, and wakes barriers. Returns whether
@@ -240,7 +250,13 @@ class Membership {
   std::atomic<bool> any_lost_{false};
 
   absl::Mutex mu_;
-  std::map<WorkerRank, LostMember> lost_ ABSL_GUARDED_BY(mu_);  // as this worker was told
+  // As this worker was told, and by which word; and the number of the last one.
+  struct Told {
+    LostMember lost;
+    uint64_t word = 0;
+  };
+  std::map<WorkerRank, Told> lost_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_word_ ABSL_GUARDED_BY(mu_) = 0;
   // What it has written of the losses of members, as far as it may be there yet.
   std::map<WorkerRank, std::string> said_ ABSL_GUARDED_BY(mu_);
   // How many words of MarkLost() for each may not be in the store yet; not 0.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -19,6 +20,7 @@
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
 #include "tests/testing/forwarding_store.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -849,6 +851,80 @@ TEST_F(RunningJobTest, AWordThatIsBeingTakenBackIsNotALoss) {
   while (store_->Get("lost/1", Later()).value() != "") std::this_thread::yield();
 }
 
+// Does not answer to the next word on the loss of worker 1, which has come there, and to which
+// somebody else may have answered meanwhile. Thread-safe.
+class SilentStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    const absl::Status set = ForwardingStore::Set(key, value, deadline);
+    if (key != "lost/1" || !is_silent.exchange(false)) return set;
+    if (answer.has_value()) ForwardingStore::Set(key, *answer, deadline).IgnoreError();
+    return absl::DeadlineExceededError("the store does not answer");
+  }
+
+  std::atomic<bool> is_silent{false};
+  Value answer;  // set while it is not silent
+};
+
+// What it says once more would be said over the answer to it.
+TEST_F(RunningJobTest, AWordThatCameThereThoughTheStoreWasSilentIsSaidOnce) {
+  Start(2);
+  const auto silent = std::make_shared<SilentStore>(store_);
+  Membership members(silent, {.rank = 0, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  const WorkerInfo worker1 = *members.Find("worker1", Later());
+  const std::string keys[] = {"lost/1", "changes"};
+  const auto entries = [&] { return store_->GetEach(keys, absl::InfinitePast()).value(); };
+  int words = 0;
+  // What comes after that has been said, or not.
+  const auto all_is_said = [&] {
+    const std::string last = absl::StrCat("last ", ++words);
+    WorkerInfo self = *members.Find("worker0", Later());
+    self.incarnation += words;
+    members.MarkLost(self, last);
+    const std::string said = absl::StrCat(self.incarnation, " ", last);
+    while (store_->Get("lost/0", Later()).value() != said) std::this_thread::yield();
+  };
+
+  // Worker 1 says that it lives.
+  silent->answer = "";
+  silent->is_silent = true;
+  members.MarkLost(worker1, "it was silent");
+  all_is_said();
+  ASSERT_EQ(entries()[0], "") << "its denial";
+
+  // Nobody says anything: then all who wait are told.
+  members.MarkAlive(1, worker1.incarnation);
+  const Store::Value changes = entries()[1];
+  silent->answer = std::nullopt;
+  silent->is_silent = true;
+  members.MarkLost(worker1, "once more");
+  while (entries()[1] == changes) std::this_thread::yield();
+  EXPECT_EQ(entries()[0], absl::StrCat(worker1.incarnation, " once more"));
+
+  // Another worker finds it lost while this one takes its word back.
+  const std::string another = absl::StrCat(worker1.incarnation, " another word");
+  silent->answer = another;
+  silent->is_silent = true;
+  members.MarkAlive(1, worker1.incarnation);
+  all_is_said();
+  EXPECT_EQ(entries()[0], another);
+}
+
+// It is told again then, as long as the member cannot be reached.
+TEST_F(RunningJobTest, ALossThatNoThreadCanTellIsNotTakenForTold) {
+  Start(2);
+  const WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
+  {
+    const NoThreads no_threads;
+    EXPECT_FALSE(members_[0]->MarkLost(worker1, "it died"));
+  }
+  EXPECT_TRUE(members_[0]->LossesOf({worker1})->are_all_said);
+  EXPECT_TRUE(members_[0]->MarkLost(worker1, "it died"));
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(), absl::StrCat(worker1.incarnation, " it died"));
+}
+
 // Who served the store may be the one that is lost.
 TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
   Start(2);
@@ -857,6 +933,22 @@ TEST_F(RunningJobTest, AStoreThatIsGoneDoesNotHideWhoIsLost) {
   EXPECT_EQ(members_[1]->Barrier(Deadline::Never()),
             absl::UnavailableError(
                 "waiting for all workers: 'worker0' (0) is lost, and the store is gone"));
+}
+
+// Nor does it have those named that are not lost any more.
+TEST_F(RunningJobTest, AStoreThatIsGoneIsNotPutDownToWhoLives) {
+  Start(3);
+  const WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
+  members_[0]->MarkLost(worker1, "it was silent");
+  members_[0]->MarkLost(*members_[0]->Find("worker2", Later()), "it died");
+  for (const char* key : {"lost/1", "lost/2"}) ASSERT_TRUE(store_->Get(key, Later()).ok());
+  ASSERT_TRUE(store_->Set("lost/1", "", Later()).ok());  // it says that it lives
+  while (members_[0]->LossesOf({worker1})->denied.empty()) std::this_thread::yield();
+  ASSERT_TRUE(Come({.rank = 2, .world_size = 3}).ok());
+  EXPECT_TRUE(absl::IsDeadlineExceeded(members_[0]->Barrier(absl::InfinitePast())));
+  store_->set_answer(absl::UnavailableError("the store is gone"));
+  EXPECT_EQ(members_[0]->Barrier(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers: the store is gone"));
 }
 
 }  // namespace

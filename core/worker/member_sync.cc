@@ -6,6 +6,11 @@
 #include "absl/strings/str_cat.h"
 
 namespace distgrad {
+namespace {
+
+constexpr absl::Duration kPause = absl::Seconds(1);  // between two looks at the members
+
+}  // namespace
 
 void MemberSync::Stop() {
   absl::MutexLock lock(&mu_);
@@ -60,7 +65,8 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
           // It was faster than the store. Should it be dead after all its connection ends, and it
           // is asked for again.
           if (parts_.agent.Hears(peer, incarnation)) return;
-          parts_.members.MarkLost(*found, reason);
+          // Who waits for it would not hear of it. It is tried again, and so is this.
+          if (!parts_.members.MarkLost(*found, reason)) return;
         } else if (peer == 0 && parts_.worker0_serves_store &&
                    absl::IsDeadlineExceeded(found.status())) {
           misses_store_ = true;
@@ -68,7 +74,7 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
           return;
         }
         parts_.agent.SetLost(peer, incarnation, reason);
-        if (found.ok()) marked_[peer] = parts_.agent.LossOf(peer, incarnation);
+        if (found.ok()) marked_[peer] = {incarnation, parts_.agent.LossOf(peer, incarnation)};
         // It may have connected just before that, and does not again.
         parts_.agent.AskLost(peer, incarnation);
       });
@@ -79,7 +85,7 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
 void MemberSync::OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) {
   parts_.lookups.Run([this, peer, incarnation, loss] {
     const auto marked = marked_.find(peer);
-    if (marked == marked_.end() || marked->second > loss) return;
+    if (marked == marked_.end() || marked->second.loss > loss) return;
     marked_.erase(marked);
     parts_.members.MarkAlive(peer, incarnation);
   });
@@ -112,20 +118,20 @@ bool MemberSync::HasJustDenied() const {
 void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, Task task) {
   absl::MutexLock lock(&mu_);
   if (stopped_) return;
-  *timer = parts_.clock.At(parts_.clock.Now() + wait,
-                           [this, task] { parts_.lookups.Run([this, task] { (this->*task)(); }); });
+  *timer = parts_.clock.At(parts_.clock.Now() + wait, [this, wait, timer, task] {
+    // Where there is no thread for it now there may be one later.
+    if (!parts_.lookups.Run([this, task] { (this->*task)(); })) RunLater(wait, timer, task);
+  });
 }
 
 // ------------------------------------------------------------------------------- Following
 
 void MemberSync::Follow() {
-  if (!follows_.exchange(true)) {
-    parts_.lookups.Run([this] { FollowOnce(); });
-  }
+  if (follows_.exchange(true) || parts_.lookups.Run([this] { FollowOnce(); })) return;
+  RunLater(kPause, &follow_timer_, &MemberSync::FollowOnce);
 }
 
 void MemberSync::FollowOnce() {
-  constexpr absl::Duration kPause = absl::Seconds(1);
   if (!parts_.callback.is_set()) {
     follows_ = false;
     // Another may have been set before it was seen that this ends.
@@ -153,7 +159,8 @@ void MemberSync::Read() {
   const absl::StatusOr<int64_t> changes = parts_.members.Changes();
   if (!changes.ok()) return MissStore(changes.status());
   store_has_until_ = Deadline::Never();
-  if (misses_store_.exchange(false)) {
+  // What the store itself says of that worker is another matter.
+  if (misses_store_.exchange(false) && !marked_.contains(0)) {
     if (const auto worker0 = parts_.agent.Info(0); worker0.ok())
       parts_.agent.SetAlive(0, worker0->incarnation);
   }
@@ -162,16 +169,29 @@ void MemberSync::Read() {
   if (!all.ok() || !UpdatePeers(*all).ok()) return;
   const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(*all);
   if (!losses.ok()) return;
+  bool is_all = losses->are_all_said;
   for (const Membership::LostMember& member : losses->lost) {
+    if (TakesBack(member.worker)) {
+      is_all = false;
+      continue;
+    }
     // No connection need have broken here. Two that cannot reach each other, and both reach the
     // store, say this in turn for as long as that lasts, and all read it: so not at once again.
     if (member.worker.rank == parts_.self && (HasJustDenied() || !DenyLossNow().ok())) MayBeLost();
     parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
-  for (const WorkerInfo& member : losses->denied)
+  for (const WorkerInfo& member : losses->denied) {
+    marked_.erase(member.rank);
     parts_.agent.SetAlive(member.rank, member.incarnation);
-  // What this worker itself has to say of a loss is read when it is there.
-  if (losses->are_all_said) changes_ = *changes;
+  }
+  // What this worker itself has to say of a loss, or takes back, is read when it is there.
+  if (is_all) changes_ = *changes;
+}
+
+bool MemberSync::TakesBack(const WorkerInfo& member) const {
+  const auto marked = marked_.find(member.rank);
+  return marked != marked_.end() && marked->second.incarnation == member.incarnation &&
+         marked->second.loss != 0 && parts_.agent.LossOf(member.rank, member.incarnation) == 0;
 }
 
 }  // namespace distgrad

@@ -73,6 +73,9 @@ class MemberSync {
   bool HasJustDenied() const;
   void FollowOnce();
   void Read();
+  // Returns whether this worker has told that the member is lost, which has answered since; and
+  // takes that back next.
+  bool TakesBack(const WorkerInfo& member) const;
   void MissStore(const absl::Status& why);
   // Runs a task that may wait for the store, after a time. `timer` is one of those below.
   void RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, Task task);
@@ -84,7 +87,11 @@ class MemberSync {
   std::atomic<bool> misses_store_{false};  // and so takes the worker that serves it for lost
   // Used on the look-ups' thread alone.
   absl::Time denied_at_ = absl::InfinitePast();
-  absl::flat_hash_map<WorkerRank, uint64_t> marked_;  // the losses that this worker has told
+  struct Marked {
+    Incarnation incarnation = 0;
+    uint64_t loss = 0;  // Agent::LossOf()
+  };
+  absl::flat_hash_map<WorkerRank, Marked> marked_;  // the losses that this worker has told
   // Used by Read() alone.
   int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not

@@ -35,6 +35,7 @@
 #include "gtest/gtest.h"
 #include "tests/testing/forwarding_store.h"
 #include "tests/testing/free_port.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -943,6 +944,29 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
   EXPECT_EQ(store->AwaitChange(keys, said, Later()).value()[0], "");
 }
 
+// There is none for the first look at the members, and is one later.
+TEST(MembersStoreTest, MembersAreFollowedOnceThereIsAThreadForIt) {
+  const auto store = NewInProcessStore();
+  auto worker = Worker::Create({.store = store,
+                                .rank = 0,
+                                .world_size = 1,
+                                .transport = "inproc",
+                                .network = std::make_shared<InprocNetwork>()});
+  ASSERT_TRUE(worker.ok()) << worker.status();
+  Told told;
+  {
+    const NoThreads no_threads;
+    (*worker)->OnMember(told.Callback());
+  }
+  // It connects to nobody.
+  Membership late(store, {.name = "late", .join = true});
+  absl::StatusOr<WorkerInfo> self = late.Claim(Later());
+  ASSERT_TRUE(self.ok()) << self.status();
+  self->address = "inproc://nowhere";
+  ASSERT_TRUE(late.Enter(*self, Later()).ok());
+  EXPECT_EQ(told.Await(1)[0], "joined late");
+}
+
 // Loses all packets while it is silent, and holds up hellos; cuts each connection that worker 0
 // opens to worker 1 while it breaks them, and those that either opens to the other while they are
 // apart. Thread-safe.
@@ -983,6 +1007,25 @@ class HeldReader : public ForwardingStore {
   const std::string key_;
 };
 
+// Holds up the next answer to who asks for the losses of all, and hears that worker 1 is lost.
+// Thread-safe.
+class HeldLosses : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    auto values = ForwardingStore::GetEach(keys, deadline);
+    if (keys.size() > 1 && keys[1] == "lost/1" && values.ok() && (*values)[1].value_or("") != "" &&
+        holds.exchange(false)) {
+      read.Notify();
+      go_on.WaitForNotification();
+    }
+    return values;
+  }
+
+  std::atomic<bool> holds{false};
+  absl::Notification read, go_on;
+};
+
 // Forgets that its worker takes back the loss of worker 1, while it is mute. Thread-safe.
 class MuteStore : public ForwardingStore {
  public:
@@ -1004,7 +1047,7 @@ class WatcherTest : public testing::Test {
     for (int rank = 0; rank < count; ++rank) {
       threads.emplace_back([&, rank] {
         std::shared_ptr<Store> store = store_;
-        if (rank == 0) store = held_word_;
+        if (rank == 0) store = held_losses_;
         if (rank == 1) store = mute1_;
         auto worker = Worker::Create({.store = std::move(store),
                                       .rank = rank,
@@ -1030,11 +1073,23 @@ class WatcherTest : public testing::Test {
     return store_->AwaitChange(keys, seen, Deadline::After(wait)).value()[0];
   }
 
+  // Whether worker 0 is told that worker 1 is back, in time.
+  bool WatcherSeesItJoin() {
+    const absl::Time end = Later();
+    for (;;) {
+      const Names told = told_watcher_.Await(1);
+      if (std::find(told.begin(), told.end(), "joined worker1") != told.end()) return true;
+      if (absl::Now() >= end) return false;
+      absl::SleepFor(absl::Milliseconds(10));
+    }
+  }
+
   const std::shared_ptr<Store> store_ = NewInProcessStore();
   // Worker 0's, which reads whether worker 1 is lost before it says so; and worker 1's.
   const std::shared_ptr<MuteStore> mute0_ = std::make_shared<MuteStore>(store_);
   const std::shared_ptr<HeldReader> held_ = std::make_shared<HeldReader>(mute0_, "worker/1");
   const std::shared_ptr<HeldReader> held_word_ = std::make_shared<HeldReader>(held_, "lost/1");
+  const std::shared_ptr<HeldLosses> held_losses_ = std::make_shared<HeldLosses>(held_word_);
   const std::shared_ptr<MuteStore> mute1_ = std::make_shared<MuteStore>(store_);
   const std::shared_ptr<WatcherFaults> faults_ = std::make_shared<WatcherFaults>();
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(faults_);
@@ -1110,13 +1165,7 @@ TEST_F(WatcherTest, ALossWhoseMemberAnswersBeforeItIsSaidIsNotSaid) {
   Start(3);
   workers_[0]->OnMember(told_watcher_.Callback());
   workers_[2]->OnMember(told_.Callback());
-  const auto is_back = [&] {
-    const Names told = told_watcher_.Await(1);
-    return std::find(told.begin(), told.end(), "joined worker1") != told.end();
-  };
-  const absl::Time end = Later();
-  while (!is_back() && absl::Now() < end) absl::SleepFor(absl::Milliseconds(10));
-  EXPECT_TRUE(is_back());
+  EXPECT_TRUE(WatcherSeesItJoin());
   held_word_->go_on.Notify();
   // As long as the third one needs to read what there is.
   EXPECT_EQ(LossOf1(std::nullopt, absl::Seconds(3)), std::nullopt);
@@ -1135,6 +1184,24 @@ TEST_F(WatcherTest, WhoHasToldALossTakesItBackWhenItsMemberAnswers) {
   EXPECT_EQ(LossOf1(lost, absl::Seconds(20)), "");
   if (testing::Test::HasFailure()) return;
   EXPECT_EQ(told_.Await(2)[1], "joined worker1");
+}
+
+// It reads that after the member has answered, and before it has taken it back.
+TEST_F(WatcherTest, WhatTheWatcherItselfHasToldIsNoNewLoss) {
+  faults_->apart = true;
+  mute1_->is_mute = true;
+  held_losses_->holds = true;
+  Start(3);
+  workers_[0]->OnMember(told_watcher_.Callback());
+  held_losses_->read.WaitForNotification();
+  const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(20));
+  ASSERT_TRUE(lost.has_value());
+  faults_->apart = false;
+  EXPECT_TRUE(WatcherSeesItJoin());
+  held_losses_->go_on.Notify();
+  EXPECT_EQ(LossOf1(lost, absl::Seconds(20)), "");
+  workers_[2].reset();
+  EXPECT_EQ(told_watcher_.Await(3), Names({"lost worker1", "joined worker1", "lost worker2"}));
 }
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
