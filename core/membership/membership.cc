@@ -530,17 +530,13 @@ bool Membership::Say(const std::string& key, const std::string& value,
     if (next == kAsk) {
       const auto said = TryGet(*store_, key, absl::InfinitePast());
       status = said.status();
-      if (!said.ok()) {
-        // Asked again, below.
-      } else if (before.has_value() && *said == value) {
+      if (said.ok() && before.has_value() && *said == value) {
         next = kRing;  // it came there, and the answer did not
-      } else if (before.has_value() && *said != *before) {
-        next = kDone;  // somebody has spoken since; it may be the answer to what came there
-      } else if (is_wanted(*said)) {
+      } else if (said.ok()) {
+        // What somebody has said since may be the answer to what came there.
+        const bool is_answered = before.has_value() && *said != *before;
+        next = !is_answered && is_wanted(*said) ? kSay : kDone;
         before = *said;
-        next = kSay;
-      } else {
-        next = kDone;
       }
     } else if (next == kSay) {
       status = store_->Set(key, value, absl::InfinitePast());
