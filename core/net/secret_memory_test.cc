@@ -39,6 +39,9 @@ void* operator new(size_t size) {
   throw std::bad_alloc();
 }
 void* operator new[](size_t size) { return operator new(size); }
+// Those of AddressSanitizer would not fit the delete below.
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
+void* operator new[](size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
 void operator delete(void* memory) noexcept {
   if (memory != nullptr) Look(memory);
   std::free(memory);
@@ -46,6 +49,8 @@ void operator delete(void* memory) noexcept {
 void operator delete[](void* memory) noexcept { operator delete(memory); }
 void operator delete(void* memory, size_t) noexcept { operator delete(memory); }
 void operator delete[](void* memory, size_t) noexcept { operator delete(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { operator delete(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { operator delete(memory); }
 
 namespace distgrad {
 namespace {

@@ -13,12 +13,20 @@ thread_local bool failed = false;
 
 }  // namespace
 
-void* operator new(size_t size) {
+// The forms with std::nothrow are here too: those of AddressSanitizer would not fit the delete
+// below.
+void* operator new(size_t size, const std::nothrow_t&) noexcept {
   if (left >= 0 && left-- == 0) {
     failed = true;
-    throw std::bad_alloc();
+    return nullptr;
   }
-  if (void* const memory = std::malloc(size)) return memory;
+  return std::malloc(size);
+}
+void* operator new[](size_t size, const std::nothrow_t&) noexcept {
+  return operator new(size, std::nothrow);
+}
+void* operator new(size_t size) {
+  if (void* const memory = operator new(size, std::nothrow)) return memory;
   throw std::bad_alloc();
 }
 void* operator new[](size_t size) { return operator new(size); }
@@ -26,6 +34,8 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 void operator delete[](void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 
 namespace distgrad {
 

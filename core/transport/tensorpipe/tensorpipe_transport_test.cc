@@ -35,14 +35,19 @@ std::atomic<int> large_on_loop{0};
 
 }  // namespace
 
-// Sees who allocates what is large.
-void* operator new(size_t size) {
+// Sees who allocates what is large. AddressSanitizer's form with std::nothrow would not fit the
+// delete below.
+void* operator new(size_t size, const std::nothrow_t&) noexcept {
   if (size >= (48 << 20) && distgrad::EventLoop::Current() != nullptr) ++large_on_loop;
-  if (void* const memory = malloc(size)) return memory;
+  return malloc(size);
+}
+void* operator new(size_t size) {
+  if (void* const memory = operator new(size, std::nothrow)) return memory;
   throw std::bad_alloc();
 }
 void operator delete(void* memory) noexcept { free(memory); }
 void operator delete(void* memory, size_t) noexcept { free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { free(memory); }
 
 namespace distgrad {
 namespace {
