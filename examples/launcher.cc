@@ -278,13 +278,20 @@ class Job {
     for (const Process& process : processes_) kill(-process.pid, signal);
   }
 
-  // Collects the processes that have ended.
+  // Collects the processes that have ended: first those that a signal has ended, for then others
+  // exit because of that, and may have done so meanwhile.
   void Reap() {
+    Reap(/*killed=*/true);
+    Reap(/*killed=*/false);
+  }
+
+  void Reap(bool killed) {
     // A copy, for Stop() below reads processes_.
     for (const Process& process : std::vector<Process>(processes_)) {
       siginfo_t info = {};
       const int options = WEXITED | WNOHANG | WNOWAIT;
       if (waitid(P_PID, process.pid, &info, options) != 0 || info.si_pid == 0) continue;
+      if ((info.si_code != CLD_EXITED) != killed) continue;
       // Kills what it has left running. Its number is not reused before it is waited for.
       kill(-process.pid, SIGKILL);
       waitpid(process.pid, nullptr, 0);

@@ -109,17 +109,30 @@ echo "== a stage's worker is killed in a step: the job ends with its name, and a
 coproc { exec "$program" "${long[@]}" --batch=8 --micro-batches=4 --stages=3 --output=lost \
   --checkpoint=lost.saved 2>&1; }
 pid=$COPROC_PID
-until [[ ${line:-} == "step 24/60: loss"* ]]; do read -r line <&"${COPROC[0]}" || fail "it ended"; done
-for child in $(<"/proc/$pid/task/$pid/children"); do
+until [[ ${line:-} == "step 6/60: loss"* ]]; do read -r line <&"${COPROC[0]}" || fail "it ended"; done
+workers=$(<"/proc/$pid/task/$pid/children")
+for child in $workers; do
   if grep -qzx "RANK=1" "/proc/$child/environ"; then victim=$child; fi
 done
+until [[ $line == "step 24/60: loss"* ]]; do read -r line <&"${COPROC[0]}" || fail "it ended"; done
+# Who started them finds all of them ended at once, and yet says why.
+kill -STOP "$pid"
 kill -KILL "$victim"
+ended() { [[ ! -e /proc/$1 ]] || grep -qs '^State:[[:space:]]*Z' "/proc/$1/status"; }
+for child in $workers; do
+  for ((i = 0; i < 600; ++i)); do
+    if ended "$child"; then break; fi
+    sleep 0.1
+  done
+done
+kill -CONT "$pid"
 said=$(cat <&"${COPROC[0]}")
 status=0; wait "$pid" || status=$?
 ((status == 137)) || fail "status $status: $said"
-# Who leads says on which worker: the pipeline by the stage, or, where the worker was killed in the
-# optimizer's step or in an evaluation, the call that it has not answered.
-grep -Eq "(stage 1|call of 'step') on worker 'worker1'" <<<"$said" || fail "the lost worker is not named: $said"
+# Who leads says on which worker: the pipeline by the stage; or, where the worker was killed in the
+# optimizer's step or while it saved a checkpoint, the call that it has not answered.
+grep -Eq "(stage 1|call of '[^']*') on worker 'worker1'" <<<"$said" ||
+  fail "the lost worker is not named: $said"
 train --stages=3 --output=lost --checkpoint=lost.saved --resume >stdout
 grep -q "after 60 steps" stdout || fail "said: $(cat stdout)"
 "$checkpoint" diff whole.saved lost.saved || fail "the resumed run has learnt something else"

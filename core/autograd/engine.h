@@ -133,7 +133,8 @@ class Engine {
   void Refuse(WorkerRank to, const Notice& notice, const absl::Status& why);
   void Send(WorkerRank to, const Notice& notice);
   void OnKnown(ContextId id, WorkerRank from);
-  // Ends the context here, its passes with `why`, and on its peers but for `from`.
+  // Ends the context here, its passes with `why`, and on its peers but for `from`. A peer whose
+  // part of a pass does not hear of `why` before the release says only that.
   void ReleaseFrom(ContextId id, std::optional<WorkerRank> from, const absl::Status& why);
 
   PassServices services_;

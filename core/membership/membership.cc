@@ -533,7 +533,8 @@ bool Membership::Say(const std::string& key, const std::string& value,
       if (said.ok() && before.has_value() && *said == value) {
         next = kRing;  // it came there, and the answer did not
       } else if (said.ok()) {
-        // What somebody has said since may be the answer to what came there.
+        // What somebody has said since may be the answer to what came there. (A member that had
+        // denied an earlier loss, and denies this one, leaves what was there before.)
         const bool is_answered = before.has_value() && *said != *before;
         next = !is_answered && is_wanted(*said) ? kSay : kDone;
         before = *said;

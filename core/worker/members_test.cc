@@ -946,6 +946,7 @@ TEST(MembersStoreTest, WhoLivesDeniesEachLoss) {
 
 // There is none for the first look at the members, and is one later.
 TEST(MembersStoreTest, MembersAreFollowedOnceThereIsAThreadForIt) {
+  Told told;
   const auto store = NewInProcessStore();
   auto worker = Worker::Create({.store = store,
                                 .rank = 0,
@@ -953,7 +954,6 @@ TEST(MembersStoreTest, MembersAreFollowedOnceThereIsAThreadForIt) {
                                 .transport = "inproc",
                                 .network = std::make_shared<InprocNetwork>()});
   ASSERT_TRUE(worker.ok()) << worker.status();
-  Told told;
   {
     const NoThreads no_threads;
     (*worker)->OnMember(told.Callback());
@@ -1191,17 +1191,23 @@ TEST_F(WatcherTest, WhatTheWatcherItselfHasToldIsNoNewLoss) {
   faults_->apart = true;
   mute1_->is_mute = true;
   held_losses_->holds = true;
-  Start(3);
+  Start(3, /*heartbeat_limit=*/absl::Seconds(20));
   workers_[0]->OnMember(told_watcher_.Callback());
   held_losses_->read.WaitForNotification();
   const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(20));
-  ASSERT_TRUE(lost.has_value());
+  EXPECT_TRUE(lost.has_value());
   faults_->apart = false;
   EXPECT_TRUE(WatcherSeesItJoin());
   held_losses_->go_on.Notify();
   EXPECT_EQ(LossOf1(lost, absl::Seconds(20)), "");
   workers_[2].reset();
-  EXPECT_EQ(told_watcher_.Await(3), Names({"lost worker1", "joined worker1", "lost worker2"}));
+  Names told;
+  for (size_t n = 1; told.empty() || told.back() != "lost worker2"; ++n) {
+    told = told_watcher_.Await(n);
+  }
+  // The first loss may have come before there was anybody to be told.
+  const auto joined = std::find(told.begin(), told.end(), "joined worker1");
+  EXPECT_EQ(Names(joined, told.end()), Names({"joined worker1", "lost worker2"}));
 }
 
 // The store is in the hands of somebody who has no key, but has seen all that it ever held.
