@@ -74,7 +74,7 @@ absl::Status TrainDistributed(const Options& options, int micro_batches, const J
   DG_RETURN_IF_ERROR(trace.Start(*worker));
   DG_RETURN_IF_ERROR(worker->Barrier(absl::Now() + options.timeout));
   if (training != nullptr) {
-    DistributedLearner learner(worker.get(), &stage->optimizer(), micro_batches);
+    DistributedLearner learner(worker.get(), micro_batches);
     DG_RETURN_IF_ERROR(TrainFromCheckpoints(
         worker.get(), options, [&](int64_t steps) { return training->Resume(steps); },
         [&](const Training::Save& save) { return training->Run(learner, save); }));

@@ -56,16 +56,19 @@ class TextTraining::Task : public TrainingTask {
         step_(training.loop_.step()),
         learner_(learner) {}
 
-  absl::StatusOr<StepResult> Step(double progress) override {
+  absl::Status Start(double progress) override {
     const TextBatch batch =
         RandomPieces(text_.train(), options_.batch, own_.shape.context, options_.seed, step_);
     const double warm_steps = std::max(1.0, kWarmUp * static_cast<double>(own_.steps));
     const double warm = std::min(1.0, static_cast<double>(++step_) / warm_steps);
-    const absl::StatusOr<double> loss =
-        learner_.Step(batch, options_.learning_rate * warm * (1 - progress));
-    if (!loss.ok()) return loss.status();
-    return StepResult{*loss, batch.size()};
+    return learner_.Start(batch, options_.learning_rate * warm * (1 - progress));
   }
+  absl::StatusOr<StepResult> Finish() override {
+    const absl::StatusOr<double> loss = learner_.Finish();
+    if (!loss.ok()) return loss.status();
+    return StepResult{*loss, options_.batch * own_.shape.context};
+  }
+  int most_in_flight() const override { return learner_.most_in_flight(); }
 
   absl::StatusOr<Evaluation> Evaluate() override {
     const int64_t n = options_.batch;

@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "examples/options.h"
+#include "examples/stepper.h"
 #include "examples/text.h"
 #include "examples/training_loop.h"
 #include "examples/transformer_options.h"
@@ -17,13 +18,8 @@
 namespace distgrad {
 
 // A model that learns a text, wherever its parameters are. For one thread.
-class TextLearner {
+class TextLearner : public Stepper<TextBatch> {
  public:
-  virtual ~TextLearner() = default;
-
-  // Takes one step of the optimizer; returns the batch's mean loss before it.
-  virtual absl::StatusOr<double> Step(const TextBatch& batch, double learning_rate) = 0;
-
   // Returns the scores of the next tokens, float [n, length, tokens], behind each of int64
   // [n, length]; records no gradient. `n` is at least TransformerOptions::micro_batches.
   virtual absl::StatusOr<at::Tensor> Predict(const at::Tensor& tokens) = 0;

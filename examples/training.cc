@@ -2,6 +2,7 @@
 #include "examples/training.h"
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -32,13 +33,19 @@ class Training::Task : public TrainingTask {
  public:
   Task(Training& training, Learner& learner) : training_(training), learner_(learner) {}
 
-  absl::StatusOr<StepResult> Step(double progress) override {
+  absl::Status Start(double progress) override {
     const Batch batch = training_.batches_.Next();
-    const absl::StatusOr<double> loss =
-        learner_.Step(batch, training_.options_.learning_rate * (1 - progress));
-    if (!loss.ok()) return loss.status();
-    return StepResult{*loss, batch.size()};
+    in_flight_.push_back(batch.size());
+    return learner_.Start(batch, training_.options_.learning_rate * (1 - progress));
   }
+  absl::StatusOr<StepResult> Finish() override {
+    const absl::StatusOr<double> loss = learner_.Finish();
+    if (!loss.ok()) return loss.status();
+    const int64_t images = in_flight_.front();
+    in_flight_.pop_front();
+    return StepResult{*loss, images};
+  }
+  int most_in_flight() const override { return learner_.most_in_flight(); }
 
   absl::StatusOr<Evaluation> Evaluate() override {
     Evaluation sum;
@@ -58,6 +65,7 @@ class Training::Task : public TrainingTask {
  private:
   Training& training_;
   Learner& learner_;
+  std::deque<int64_t> in_flight_;  // how many images the batches have
 };
 
 absl::StatusOr<std::unique_ptr<Training>> Training::Create(const Options& options, Role role) {

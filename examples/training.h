@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "examples/dataset.h"
 #include "examples/options.h"
+#include "examples/stepper.h"
 #include "examples/training_loop.h"
 
 namespace distgrad {
@@ -17,13 +18,8 @@ namespace distgrad {
 inline constexpr double kMomentum = 0.9;
 
 // A network that learns, wherever its parameters are. For one thread.
-class Learner {
+class Learner : public Stepper<Batch> {
  public:
-  virtual ~Learner() = default;
-
-  // Takes one step of the optimizer; returns the batch's mean loss before it.
-  virtual absl::StatusOr<double> Step(const Batch& batch, double learning_rate) = 0;
-
   // Returns the scores of the classes, float [n, 10], for images as in a Batch; records no
   // gradient.
   virtual absl::StatusOr<at::Tensor> Predict(const at::Tensor& images) = 0;

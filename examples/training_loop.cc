@@ -54,7 +54,7 @@ absl::Status TrainingLoop::Resume(int64_t steps) {
     if (!report.ok()) return report.status();
     report_ = *std::move(report);
   }
-  step_ = saved_ = steps;
+  step_ = started_ = saved_ = steps;
   items_ = resumed_items_ = plan_.items(steps);
   return absl::OkStatus();
 }
@@ -83,6 +83,19 @@ absl::Status TrainingLoop::RunRounds(TrainingTask& task, const Save& save) {
   return evaluation.status();
 }
 
+absl::Status TrainingLoop::StartSteps(TrainingTask& task, bool saves, int64_t end) {
+  // Those that run are taken, also after Ctrl-C.
+  const absl::Status interrupt = CheckInterrupt(task);
+  if (!interrupt.ok()) return started_ > step_ ? absl::OkStatus() : interrupt;
+  if (saves) end = std::min(end, (step_ / options_.every + 1) * options_.every);
+  while (started_ < end && started_ - step_ < task.most_in_flight()) {
+    const double progress = static_cast<double>(started_) / static_cast<double>(plan_.steps);
+    if (auto s = task.Start(progress); !s.ok()) return s;
+    ++started_;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status TrainingLoop::RunRound(TrainingTask& task, const Save& save, ProgressBar& progress) {
   const int64_t round = step_ / plan_.steps_per_round;
   const std::string label = plan_.label(round);
@@ -96,9 +109,8 @@ absl::Status TrainingLoop::RunRound(TrainingTask& task, const Save& save, Progre
   int64_t row_steps = 0;
   int64_t round_items = 0;
   for (bool is_first = true; step_ < end; is_first = false) {
-    if (auto s = CheckInterrupt(task); !s.ok()) return s;
-    const absl::StatusOr<TrainingTask::StepResult> step =
-        task.Step(static_cast<double>(step_) / static_cast<double>(plan_.steps));
+    if (auto s = StartSteps(task, save != nullptr, end); !s.ok()) return s;
+    const absl::StatusOr<TrainingTask::StepResult> step = task.Finish();
     if (!step.ok()) return step.status();
     ++step_;
     if (!std::isfinite(step->loss)) {

@@ -30,8 +30,13 @@ class TrainingTask {
 
   virtual ~TrainingTask() = default;
 
-  // Takes one step of the optimizer; `progress` is the part of all steps that is done, 0 to 1.
-  virtual absl::StatusOr<StepResult> Step(double progress) = 0;
+  // Starts a step of the optimizer behind those that run, of which there are at most so many;
+  // `progress` is the part of all steps that come before it, 0 to 1.
+  virtual absl::Status Start(double progress) = 0;
+  virtual int most_in_flight() const = 0;
+  // Waits for the first of those that run.
+  virtual absl::StatusOr<StepResult> Finish() = 0;
+  // No step runs meanwhile.
   virtual absl::StatusOr<Evaluation> Evaluate() = 0;
   // Whether to end between two steps, as after Ctrl-C.
   virtual bool interrupted() const;
@@ -83,6 +88,8 @@ class TrainingLoop {
 
   absl::Status RunRounds(TrainingTask& task, const Save& save);
   absl::Status RunRound(TrainingTask& task, const Save& save, ProgressBar& progress);
+  // Starts as many steps as may run, but none behind step `end`, or the next that is saved.
+  absl::Status StartSteps(TrainingTask& task, bool saves, int64_t end);
   ReportRow NewRow() const;
 
   // Constant after construction.
@@ -93,8 +100,9 @@ class TrainingLoop {
   std::optional<Report> report_;  // with kLead
   Screen screen_;
   absl::Time start_;
-  int64_t step_ = 0;
-  int64_t saved_ = 0;  // the step of the last checkpoint
+  int64_t step_ = 0;     // how many were taken
+  int64_t started_ = 0;  // those and what runs
+  int64_t saved_ = 0;    // the step of the last checkpoint
   int64_t items_ = 0;
   int64_t resumed_items_ = 0;  // of another run
   TrainingTask::Evaluation last_;

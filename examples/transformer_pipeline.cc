@@ -65,6 +65,7 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
                                                            {}, {.in_backward = false}));
   }
 
+  DG_ASSIGN_OR_RETURN(const std::shared_ptr<LearningRates> rates, LearningRates::Create(worker));
   std::map<int, PipelineStage> stages;
   for (size_t i = 0; i < numbers.size(); ++i) {
     const TransformerStage& part = server->parts_[i];
@@ -72,11 +73,14 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
         .forward = [&part](Tensors in) -> Tensors { return {part.Forward(in[0])}; },
         .loss = [](Tensors out, Tensors targets) { return TextLoss(out[0], targets[0]); }};
   }
+  stages.at(numbers[0]).step = [self, rates](const Context& context) -> absl::Status {
+    DG_ASSIGN_OR_RETURN(const double rate, rates->Take(context));
+    return self->optimizer_->Step(*context.record(), rate);
+  };
   DG_ASSIGN_OR_RETURN(server->stages_,
                       PipelineStages::Create(
                           worker, kPipeline, std::move(stages),
                           {.averager = std::move(averager), .on_action = trace.StageRecorder()}));
-  DG_RETURN_IF_ERROR(worker->Register("step", [self](Request& r) { return self->Step(r); }));
   return server;
 }
 
@@ -89,15 +93,6 @@ CheckpointContents TextStageServer::Contents() const {
   return {.tensors = parameters_, .optimizers = {{"adamw", optimizer_.get()}}};
 }
 
-absl::StatusOr<Message> TextStageServer::Step(Request& request) {
-  if (request.message.tensors.size() != 1 || !request.context.valid()) {
-    return absl::InvalidArgumentError("step takes the learning rate, within a context");
-  }
-  DG_RETURN_IF_ERROR(
-      optimizer_->Step(*request.context.record(), request.message.tensors[0].item<double>()));
-  return Message{};
-}
-
 absl::StatusOr<std::unique_ptr<PipelineTextLearner>> PipelineTextLearner::Create(
     Worker* worker, const TransformerOptions& options, const TextStageServer& server) {
   const std::vector<std::string> all = worker->names();
@@ -106,8 +101,9 @@ absl::StatusOr<std::unique_ptr<PipelineTextLearner>> PipelineTextLearner::Create
   DG_ASSIGN_OR_RETURN(Schedule schedule, MakeSchedule(options));
   DG_ASSIGN_OR_RETURN(
       std::unique_ptr<Pipeline> pipeline,
-      Pipeline::Create(worker,
-                       {.name = kPipeline, .workers = workers, .schedule = std::move(schedule)}));
+      Pipeline::Create(worker, {.name = kPipeline,
+                                .workers = workers,
+                                .schedule = WithOptimizerSteps(std::move(schedule))}));
   return std::unique_ptr<PipelineTextLearner>(
       new PipelineTextLearner(worker, workers, std::move(pipeline), server.replicas()));
 }
@@ -115,30 +111,30 @@ absl::StatusOr<std::unique_ptr<PipelineTextLearner>> PipelineTextLearner::Create
 PipelineTextLearner::PipelineTextLearner(Worker* worker, std::vector<std::string> workers,
                                          std::unique_ptr<Pipeline> pipeline,
                                          std::shared_ptr<ProcessGroup> replicas)
-    : worker_(worker),
-      workers_(std::move(workers)),
-      pipeline_(std::move(pipeline)),
-      replicas_(std::move(replicas)) {}
+    : pipeline_(std::move(pipeline)),
+      replicas_(std::move(replicas)),
+      steps_(worker, std::move(workers)) {}
 
 absl::StatusOr<double> PipelineTextLearner::Step(const TextBatch& batch, double learning_rate) {
+  DG_RETURN_IF_ERROR(Start(batch, learning_rate));
+  return Finish();
+}
+
+absl::Status PipelineTextLearner::Start(const TextBatch& batch, double learning_rate) {
   const int64_t replicas = replicas_ == nullptr ? 1 : replicas_->size();
   const int64_t replica = replicas_ == nullptr ? 0 : replicas_->rank();
   const int64_t rows = batch.inputs.size(0) / replicas;
   const auto own = [&](const at::Tensor& all) { return all.narrow(0, replica * rows, rows); };
+  return steps_.Start(*pipeline_, learning_rate, {own(batch.inputs)}, {own(batch.targets)});
+}
 
-  const Context context = worker_->NewContext();
-  DG_ASSIGN_OR_RETURN(const PipelineResult result,
-                      pipeline_->Train(context, {own(batch.inputs)}, {own(batch.targets)}));
-  const Message rate{"", {at::scalar_tensor(learning_rate, at::kDouble)}};
-  const std::vector<WorkerRef> workers(workers_.begin(), workers_.end());
-  for (const auto& reply : worker_->CallEach(workers, "step", rate, {.context = &context})) {
-    DG_RETURN_IF_ERROR(reply.status());
-  }
-  if (replicas_ == nullptr) return result.loss.item<double>();
+absl::StatusOr<double> PipelineTextLearner::Finish() {
+  DG_ASSIGN_OR_RETURN(const at::Tensor loss, steps_.Finish());
+  if (replicas_ == nullptr) return loss.item<double>();
 
   // Each replica waits here until all have taken the step: so a checkpoint may be saved now.
   const at::Tensor said =
-      at::stack({result.loss.to(at::kDouble), at::scalar_tensor(InterruptedBy(), at::kDouble)});
+      at::stack({loss.to(at::kDouble), at::scalar_tensor(InterruptedBy(), at::kDouble)});
   DG_RETURN_IF_ERROR(replicas_->Average({said}));
   some_interrupted_ = said[1].item<double>() != 0;
   return said[0].item<double>();

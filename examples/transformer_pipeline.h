@@ -14,18 +14,15 @@
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/stages.h"
 #include "core/worker/worker.h"
+#include "examples/pipeline_steps.h"
 #include "examples/text_training.h"
 #include "examples/trace_file.h"
 #include "examples/transformer_stage.h"
 
 namespace distgrad {
 
-// A worker's stages, and a function that the others may call:
-//
-//   "step"  {learning rate}: steps this worker's optimizer with the gradients of the context. They
-//           are averages over the replicas, if there are several.
-//
-// Worker r * stages + s has rank s of replica r. Thread-safe.
+// A worker's stages, and its optimizer, which steps in the schedule: from averages over the
+// replicas, if there are several. Worker r * stages + s has rank s of replica r. Thread-safe.
 class TextStageServer {
  public:
   // The worker must outlive it.
@@ -42,8 +39,6 @@ class TextStageServer {
 
  private:
   explicit TextStageServer(std::vector<TransformerStage> parts);
-
-  absl::StatusOr<Message> Step(Request& request);
 
   // Constant after Create().
   const std::vector<TransformerStage> parts_;
@@ -62,6 +57,9 @@ class PipelineTextLearner : public TextLearner {
 
   // Takes the batch of all replicas, and computes with this one's rows of it.
   absl::StatusOr<double> Step(const TextBatch& batch, double learning_rate) override;
+  absl::Status Start(const TextBatch& batch, double learning_rate) override;
+  absl::StatusOr<double> Finish() override;
+  int most_in_flight() const override { return PipelineSteps::kMostInFlight; }
   absl::StatusOr<at::Tensor> Predict(const at::Tensor& tokens) override;
   // All replicas end after the same step.
   bool interrupted() const override;
@@ -70,10 +68,9 @@ class PipelineTextLearner : public TextLearner {
   PipelineTextLearner(Worker* worker, std::vector<std::string> workers,
                       std::unique_ptr<Pipeline> pipeline, std::shared_ptr<ProcessGroup> replicas);
 
-  Worker* const worker_;
-  const std::vector<std::string> workers_;  // of this replica
   const std::unique_ptr<Pipeline> pipeline_;
   const std::shared_ptr<ProcessGroup> replicas_;
+  PipelineSteps steps_;
   bool some_interrupted_ = false;  // with replicas: one of them, by the last step
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
+#include <limits>
 #include <map>
 #include <new>
 #include <numeric>
@@ -41,6 +42,8 @@ using Tensors = std::vector<at::Tensor>;
 constexpr absl::Duration kPatience = absl::Seconds(2);
 // How long a worker whose threads are all taken may still serve the end of a step.
 constexpr absl::Duration kEndIsServed = absl::Minutes(1);
+// Of each rank's steps that have ended its worker keeps as many (stages.cc), for those who ask.
+constexpr size_t kMostStepsInFlight = 8;
 
 // "stages 0, 2 on worker 'front'".
 std::string DescribeRank(const Schedule& schedule, int rank, const std::string& worker) {
@@ -189,6 +192,75 @@ bool AskAgainWhereFull(std::map<int, Future<Message>>& answers,
 
 }  // namespace
 
+struct PipelineStep::Running {
+  Running(Pipeline* pipeline, Worker* worker, const std::string& name, const Schedule& schedule,
+          Deadline deadline)
+      : pipeline(pipeline),
+        schedule(schedule),
+        deadline(deadline),
+        calls(worker, name, deadline, cancellation) {}
+
+  // Reads what the ranks have answered.
+  absl::Status Read(PipelineResult* result) const;
+
+  Pipeline* const pipeline;
+  const Schedule& schedule;
+  const Deadline deadline;
+  const uint64_t step = RandomNumber();
+  const std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
+  StepCalls calls;
+  std::vector<double> weights;        // by micro-batch
+  std::vector<Future<Message>> runs;  // by rank
+  // Made before there may be no memory for it.
+  const absl::Status left = absl::CancelledError("nobody waits for the step of the pipeline");
+};
+
+absl::Status PipelineStep::Running::Read(PipelineResult* result) const {
+  const Message reply = *runs[schedule.rank_of_stage.back()].Wait();
+  WireReader reader(reply.payload);
+  size_t next = 0;
+  const auto take = [&]() -> at::Tensor {
+    return next < reply.tensors.size() ? reply.tensors[next++] : at::Tensor();
+  };
+  for (int m = 0; m < schedule.micro_batches; ++m) {
+    if (reader.U8() != 0) {
+      result->losses.push_back(take());
+      if (!result->losses.back().defined()) {
+        return absl::InternalError("the last stage has given no loss");
+      }
+      const at::Tensor part = result->losses.back() * weights[m];
+      result->loss = m == 0 ? part : result->loss + part;
+    }
+    const uint32_t outputs = reader.U32();
+    if (schedule.backward) continue;
+    Tensors& of_this = result->outputs.emplace_back();
+    while (of_this.size() < outputs && next < reply.tensors.size()) of_this.push_back(take());
+  }
+  return reader.status("the result of a pipeline's step");
+}
+
+PipelineStep::PipelineStep() = default;
+PipelineStep::PipelineStep(std::unique_ptr<Running> running) : running_(std::move(running)) {}
+PipelineStep::PipelineStep(PipelineStep&& other) noexcept = default;
+PipelineStep& PipelineStep::operator=(PipelineStep&& other) noexcept {
+  std::swap(running_, other.running_);
+  return *this;
+}
+
+PipelineStep::~PipelineStep() {
+  if (running_ == nullptr) return;
+  running_->cancellation->Cancel(running_->left);
+  running_->pipeline->Finish(*running_).status().IgnoreError();
+}
+
+absl::StatusOr<PipelineResult> PipelineStep::Wait() {
+  if (running_ == nullptr) {
+    return absl::FailedPreconditionError("there is no step of a pipeline to wait for");
+  }
+  const std::unique_ptr<Running> running = std::move(running_);
+  return running->pipeline->Finish(*running);
+}
+
 Pipeline::Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation)
     : worker_(worker),
       id_(RandomNumber()),
@@ -225,49 +297,122 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(Worker* worker,
 absl::StatusOr<PipelineResult> Pipeline::Train(const Context& context, Tensors inputs,
                                                Tensors targets, Deadline deadline) {
   if (!context.valid()) return absl::FailedPreconditionError("there is no context");
-  return Run(options_.schedule, &context, std::move(inputs), std::move(targets), deadline);
+  DG_ASSIGN_OR_RETURN(PipelineStep step, Start(options_.schedule, &context, std::move(inputs),
+                                               std::move(targets), deadline, /*alone=*/true));
+  return step.Wait();
+}
+
+absl::StatusOr<PipelineStep> Pipeline::Start(const Context& context, Tensors inputs,
+                                             Tensors targets, Deadline deadline) {
+  if (!context.valid()) return absl::FailedPreconditionError("there is no context");
+  return Start(options_.schedule, &context, std::move(inputs), std::move(targets), deadline,
+               /*alone=*/false);
 }
 
 absl::StatusOr<PipelineResult> Pipeline::Evaluate(Tensors inputs, Tensors targets,
                                                   Deadline deadline) {
-  return Run(evaluation_, nullptr, std::move(inputs), std::move(targets), deadline);
+  DG_ASSIGN_OR_RETURN(PipelineStep step,
+                      Start(evaluation_, nullptr, std::move(inputs), std::move(targets), deadline,
+                            /*alone=*/true));
+  return step.Wait();
 }
 
-absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Context* context,
-                                             Tensors inputs, Tensors targets, Deadline deadline) {
-  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
-  if (runs_.exchange(true)) {
-    return absl::FailedPreconditionError(absl::StrCat("a step of ", who, " runs already"));
+absl::Status Pipeline::BeginStart(bool alone, uint64_t* follows) {
+  absl::MutexLock lock(&mu_);
+  if (alone && (starts_ || !in_flight_.empty())) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("a step of pipeline '", options_.name, "' runs already"));
   }
-  struct End {
-    ~End() { runs = false; }
-    std::atomic<bool>& runs;
-  } const end{runs_};
+  if (starts_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("another thread starts a step of pipeline '", options_.name, "'"));
+  }
+  if (in_flight_.size() == kMostStepsInFlight) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(kMostStepsInFlight, " steps of pipeline '", options_.name,
+                     "' were started, and nobody has waited for them: wait for the first one "
+                     "(PipelineStep::Wait; in C dg_pipeline_step_wait)"));
+  }
+  if (!in_flight_.empty()) {
+    const InFlight& last = in_flight_.back();
+    if (last.cancellation->cancelled()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("a step of pipeline '", options_.name,
+                       "' has failed behind which this one would come: wait for it, and for all "
+                       "others that were "
+                       "started (",
+                       last.cancellation->why().message(), ")"));
+    }
+    *follows = last.step;
+  }
+  starts_ = true;
+  return absl::OkStatus();
+}
+
+void Pipeline::EndFollowers(uint64_t step, const absl::Status& failure) {
+  std::vector<std::shared_ptr<Cancellation>> followers;
+  {
+    absl::MutexLock lock(&mu_);
+    auto each = std::find_if(in_flight_.begin(), in_flight_.end(),
+                             [&](const InFlight& one) { return one.step == step; });
+    while (each != in_flight_.end() && ++each != in_flight_.end()) {
+      followers.push_back(each->cancellation);
+    }
+  }
+  if (followers.empty()) return;
+  const absl::Status why = Annotate(failure, "the step before this one has failed");
+  for (const std::shared_ptr<Cancellation>& follower : followers) follower->Cancel(why);
+}
+
+void Pipeline::Forget(uint64_t step) {
+  absl::MutexLock lock(&mu_);
+  const auto found = std::find_if(in_flight_.begin(), in_flight_.end(),
+                                  [&](const InFlight& one) { return one.step == step; });
+  if (found != in_flight_.end()) in_flight_.erase(found);
+}
+
+absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Context* context,
+                                             Tensors inputs, Tensors targets, Deadline deadline,
+                                             bool alone) {
+  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
+  uint64_t follows = 0;
+  DG_RETURN_IF_ERROR(BeginStart(alone, &follows));
+  const absl::Cleanup end = [this] {
+    absl::MutexLock lock(&mu_);
+    starts_ = false;
+  };
   try {
     const at::AutoGradMode grad_mode(false);
     const int count = schedule.micro_batches;
     absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count, schedule.backward);
     if (!cut.ok()) return Annotate(cut.status(), who);
     DG_RETURN_IF_ERROR(TellAgain(deadline));
+    auto running =
+        std::make_unique<PipelineStep::Running>(this, worker_, options_.name, schedule, deadline);
     const bool mean = options_.reduction == PipelineOptions::Reduction::kMean;
     int64_t batch = 0;
     for (const int64_t size : cut->sizes) batch += size;
-    StepPlan plan{.step = RandomNumber(),
+    for (const int64_t size : cut->sizes) {
+      running->weights.push_back(mean ? static_cast<double>(size) / static_cast<double>(batch)
+                                      : 1.0);
+    }
+    StepPlan plan{.step = running->step,
                   .pipeline = id_,
+                  .follows = follows,
                   .micro_batches = count,
                   .backward = schedule.backward,
                   .has_targets = !targets.empty(),
                   .rank_of_stage = schedule.rank_of_stage,
-                  .workers = options_.workers};
-    for (const int64_t size : cut->sizes) {
-      plan.weights.push_back(mean ? static_cast<double>(size) / static_cast<double>(batch) : 1.0);
-    }
+                  .workers = options_.workers,
+                  .weights = running->weights};
 
-    const auto cancellation = std::make_shared<Cancellation>();
-    StepCalls calls(worker_, options_.name, deadline, cancellation);
+    StepCalls& calls = running->calls;
     std::vector<Future<Message>> begun(schedule.ranks());
     std::vector<int> asked;  // ranks
-    absl::Cleanup give_back = [&] { GiveBack(schedule, plan.step, asked); };
+    absl::Cleanup give_back = [&] {
+      GiveBack(schedule, plan.step, asked);
+      Forget(plan.step);
+    };
     // All of them know of the step before anything of it is sent. They are asked one after the
     // other, by all drivers in one order: of two that begin at one moment, the one that is first on
     // the first worker that both need has the others, too.
@@ -301,18 +446,25 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
                               DescribeRank(schedule, rank, worker)));
     }
     DG_RETURN_IF_ERROR(calls.Wait());
-    // From now on there is nothing but success, or their answers, that takes them out again: also
-    // where there is no memory for what follows.
-    for (int rank = 0; rank < schedule.ranks(); ++rank) {
-      if (shared.averagers[rank] == 0) continue;
-      const StepRef ref{plan.step, FirstStage(schedule.rank_of_stage, rank)};
-      untold_[rank] = EncodeEnd({ref, shared.averagers[rank]});
+    {
+      absl::MutexLock lock(&mu_);
+      in_flight_.push_back({plan.step, running->cancellation});
+      // From now on there is nothing but success, or their answers, that takes them out again: also
+      // where there is no memory for what follows.
+      for (int rank = 0; rank < schedule.ranks(); ++rank) {
+        if (shared.averagers[rank] == 0) continue;
+        const StepRef ref{plan.step, FirstStage(schedule.rank_of_stage, rank)};
+        untold_[{plan.step, rank}] = EncodeEnd({ref, shared.averagers[rank]});
+      }
     }
     std::move(give_back).Cancel();
+    // Ends the step, should there be no memory for what follows.
+    PipelineStep step(std::move(running));
+    const std::shared_ptr<Cancellation> cancellation = step.running_->cancellation;
+    std::vector<Future<Message>>& runs = step.running_->runs;
 
     const int last = schedule.stages() - 1;
-    std::vector<Future<Message>> runs;
-    const auto run = [&]() -> absl::Status {
+    try {
       for (int rank = 0; rank < schedule.ranks(); ++rank) {
         const std::string& worker = options_.workers[rank];
         runs.push_back(calls.Make(
@@ -336,45 +488,37 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
         deliver(Parcel::Kind::kActivation, 0, m, std::move(cut->inputs[m]));
         if (plan.has_targets) deliver(Parcel::Kind::kTarget, last, m, std::move(cut->targets[m]));
       }
-      return calls.Wait();
-    };
+    } catch (...) {  // there was no memory; who waits for the step hears of it
+      cancellation->Cancel(StatusFromException(std::current_exception()));
+    }
+    return step;
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), who);
+  }
+}
+
+absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
+  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
+  const absl::Cleanup forget = [&] { Forget(step.step); };
+  try {
+    const at::AutoGradMode grad_mode(false);
     PipelineResult result;
-    const auto read = [&]() -> absl::Status {
-      const Message reply = *runs[schedule.rank_of_stage[last]].Wait();
-      WireReader reader(reply.payload);
-      size_t next = 0;
-      const auto take = [&]() -> at::Tensor {
-        return next < reply.tensors.size() ? reply.tensors[next++] : at::Tensor();
-      };
-      for (int m = 0; m < count; ++m) {
-        if (reader.U8() != 0) {
-          result.losses.push_back(take());
-          if (!result.losses.back().defined()) {
-            return absl::InternalError(absl::StrCat(who, " has given no loss"));
-          }
-          const at::Tensor part = result.losses.back() * plan.weights[m];
-          result.loss = m == 0 ? part : result.loss + part;
-        }
-        const uint32_t outputs = reader.U32();
-        if (schedule.backward) continue;
-        Tensors& of_this = result.outputs.emplace_back();
-        while (of_this.size() < outputs && next < reply.tensors.size()) of_this.push_back(take());
-      }
-      return reader.status("the result of a pipeline's step");
-    };
     absl::Status ran;
     try {
-      ran = run();
-      // The ranks hear of it, too, if that fails: for whoever calls this, the step has failed.
-      if (ran.ok()) ran = read();
+      ran = step.calls.Wait();
+      // The ranks hear of it, too, if that fails: for whoever waits for this, the step has failed.
+      if (ran.ok()) ran = Annotate(step.Read(&result), who);
     } catch (...) {  // there was no memory
       ran = StatusFromException(std::current_exception());
     }
     if (!ran.ok()) {
-      cancellation->Cancel(ran);
-      return Explain(ran, schedule, plan.step, deadline);
+      step.cancellation->Cancel(ran);
+      EndFollowers(step.step, ran);
+      return Explain(ran, step.schedule, step.step, step.deadline);
     }
-    untold_.clear();
+    absl::MutexLock lock(&mu_);
+    untold_.erase(untold_.lower_bound({step.step, 0}),
+                  untold_.upper_bound({step.step, std::numeric_limits<int>::max()}));
     return result;
   } catch (...) {
     return Annotate(StatusFromException(std::current_exception()), who);
@@ -420,11 +564,10 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     return absl::DeadlineExceededError("no answer before the deadline");
   };
   const auto end_of = [&](int rank) {
-    const auto untold = untold_.find(rank);
-    return untold != untold_.end() ? untold->second : EncodeEnd({ref_of(rank), 0});
+    return Untold(step, rank).value_or(EncodeEnd({ref_of(rank), 0}));
   };
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const bool averages = untold_.count(rank) > 0;
+    const bool averages = Untold(step, rank).has_value();
     Future<Message> end = Ask(kEndStep, rank, end_of(rank), averages ? served : until);
     if (!stages[rank].empty() || averages) ends.emplace(rank, std::move(end));
   }
@@ -444,8 +587,9 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
     const absl::StatusOr<Stepped> stepped =
         answer.ok() ? DecodeStepped(answer->payload) : answer.status();
     if (answer.ok()) {
-      untold_.erase(rank);
-    } else if (untold_.count(rank) > 0) {
+      absl::MutexLock lock(&mu_);
+      untold_.erase({step, rank});
+    } else if (Untold(step, rank).has_value()) {
       notes.push_back(absl::StrCat(
           "worker '", options_.workers[rank],
           "' may not have failed its average over the replicas, so that no step may be taken with "
@@ -462,9 +606,26 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
                   absl::StrCat("pipeline '", options_.name, "': ", absl::StrJoin(notes, ", ")));
 }
 
+std::optional<std::string> Pipeline::Untold(uint64_t step, int rank) const {
+  absl::MutexLock lock(&mu_);
+  const auto found = untold_.find({step, rank});
+  return found == untold_.end() ? std::nullopt : std::optional(found->second);
+}
+
 absl::Status Pipeline::TellAgain(Deadline deadline) {
-  while (!untold_.empty()) {
-    const auto& [rank, end_of_step] = *untold_.begin();
+  std::map<std::pair<uint64_t, int>, std::string> untold;  // of steps that have failed
+  {
+    absl::MutexLock lock(&mu_);
+    untold = untold_;
+    for (const InFlight& runs : in_flight_) {
+      for (auto each = untold.lower_bound({runs.step, 0});
+           each != untold.end() && each->first.first == runs.step;) {
+        each = untold.erase(each);
+      }
+    }
+  }
+  for (const auto& [step_and_rank, end_of_step] : untold) {
+    const int rank = step_and_rank.second;
     const Future<Message> end = Ask(kEndStep, rank, end_of_step, deadline, /*waits=*/true);
     const absl::Status& told = end.Wait().status();
     // A worker that has come back has no such step, nor the averager of then. One that has had many
@@ -477,11 +638,10 @@ absl::Status Pipeline::TellAgain(Deadline deadline) {
                              "' may not have failed its average over the replicas, "
                              "and has not answered that a step has failed"));
     }
-    if (is_unknown) {
-      DG_ASSIGN_OR_RETURN(const StepEnd decoded, DecodeEnd(end_of_step));
-      forgotten_.emplace(decoded.averager, end_of_step);
-    }
-    untold_.erase(untold_.begin());
+    DG_ASSIGN_OR_RETURN(const StepEnd decoded, DecodeEnd(end_of_step));
+    absl::MutexLock lock(&mu_);
+    if (is_unknown) forgotten_.emplace(decoded.averager, end_of_step);
+    untold_.erase(step_and_rank);
   }
   return absl::OkStatus();
 }
@@ -504,10 +664,15 @@ absl::Status Pipeline::CheckOneEach(const std::vector<uint64_t>& averagers) cons
 }
 
 absl::Status Pipeline::CheckAverager(int rank, uint64_t averager, Deadline deadline) const {
-  const auto forgotten = forgotten_.find(averager);
-  if (forgotten == forgotten_.end()) return absl::OkStatus();
+  std::string end_of_step;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto forgotten = forgotten_.find(averager);
+    if (forgotten == forgotten_.end()) return absl::OkStatus();
+    end_of_step = forgotten->second;
+  }
   // The other replicas hear by it that its averages have failed.
-  Ask(kEndStep, rank, forgotten->second, deadline, /*waits=*/true).Wait().status().IgnoreError();
+  Ask(kEndStep, rank, end_of_step, deadline, /*waits=*/true).Wait().status().IgnoreError();
   return absl::FailedPreconditionError(absl::StrCat(
       "worker '", options_.workers[rank], "' of pipeline '", options_.name,
       "' may not have failed its average over the replicas, and still has the averager that it had "

@@ -13,15 +13,23 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/cancellation.h"
 #include "core/base/deadline.h"
+#include "core/base/future.h"
 #include "core/pipeline/schedule.h"
 #include "core/worker/worker.h"
 
@@ -51,6 +59,31 @@ struct PipelineResult {
   at::Tensor loss;
   // What the last stage has given, by micro-batch; of an evaluation alone.
   std::vector<std::vector<at::Tensor>> outputs;
+};
+
+class Pipeline;
+
+// A step that runs. For one thread at a time. Its Pipeline and its context must outlive it.
+class PipelineStep {
+ public:
+  // None: one that nobody waits for.
+  PipelineStep();
+  PipelineStep(PipelineStep&& other) noexcept;
+  PipelineStep& operator=(PipelineStep&& other) noexcept;
+  // Ends the step with kCancelled, if nobody has waited for it, and waits for that as Wait() does.
+  ~PipelineStep();
+
+  bool valid() const { return running_ != nullptr; }
+  // Waits for the step's end, and returns what Pipeline::Train() does. Once; from then on this is
+  // not valid.
+  absl::StatusOr<PipelineResult> Wait();
+
+ private:
+  friend class Pipeline;
+  struct Running;
+  explicit PipelineStep(std::unique_ptr<Running> running);
+
+  std::unique_ptr<Running> running_;
 };
 
 // Thread-safe. No step of it may run when it is destroyed.
@@ -91,7 +124,24 @@ class Pipeline {
                                        std::vector<at::Tensor> targets,
                                        Deadline deadline = absl::InfinitePast());
 
+  // Starts a step as Train() does, and does not wait for its end. It may be started while others of
+  // this Pipeline run, and then comes behind them on each rank: so one rank may begin with it while
+  // others are still in the step before, and nobody is idle between the two. A rank goes through
+  // its whole list before it begins the next step's. So where the schedule has the optimizer's
+  // steps (Action::Kind::kStep) the gradients and parameters are those of Train(), called once for
+  // each batch, to the last bit. Where it has none, each step starts from the parameters as they
+  // are then; which is good for gradients that are to be added up (SumGradients()).
+  //
+  // If a step fails, those that were started behind it fail, too, with kFailedPrecondition or its
+  // error; what any of them has done by then its own error says. kFailedPrecondition if one that
+  // runs has failed already, for a ninth step that nobody has waited for, and while another thread
+  // is in this function.
+  absl::StatusOr<PipelineStep> Start(const Context& context, std::vector<at::Tensor> inputs,
+                                     std::vector<at::Tensor> targets,
+                                     Deadline deadline = absl::InfinitePast());
+
   // Runs forward alone, without gradients; with losses where there are targets.
+  // kFailedPrecondition, as of Train(), while a step runs.
   absl::StatusOr<PipelineResult> Evaluate(std::vector<at::Tensor> inputs,
                                           std::vector<at::Tensor> targets = {},
                                           Deadline deadline = absl::InfinitePast());
@@ -99,10 +149,15 @@ class Pipeline {
  private:
   Pipeline(Worker* worker, PipelineOptions options, Schedule evaluation);
 
-  absl::StatusOr<PipelineResult> Run(const Schedule& schedule, const Context* context,
-                                     std::vector<at::Tensor> inputs,
-                                     std::vector<at::Tensor> targets, Deadline deadline);
+  friend class PipelineStep;
 
+  // `context`: null without backward. `alone`: where no other step may run.
+  absl::StatusOr<PipelineStep> Start(const Schedule& schedule, const Context* context,
+                                     std::vector<at::Tensor> inputs,
+                                     std::vector<at::Tensor> targets, Deadline deadline,
+                                     bool alone);
+  // Waits until the step has ended, and for what Explain() does.
+  absl::StatusOr<PipelineResult> Finish(PipelineStep::Running& step);
   // Puts before an error what the ranks say of the step that it has ended: where a deadline has
   // ended it, what each was doing; and which stages have taken their optimizer's step. Waits until
   // none of them is in it, and none begins it any more; and until the ranks that average over
@@ -124,19 +179,39 @@ class Pipeline {
   Future<Message> Ask(absl::string_view function, int rank, std::string payload, Deadline deadline,
                       bool waits = false) const;
 
+  // Takes the right to start a step, which one thread has at a time. `follows`: the step behind
+  // which it comes, or 0.
+  absl::Status BeginStart(bool alone, uint64_t* follows);
+  // Ends the steps that were started behind one that has failed.
+  void EndFollowers(uint64_t step, const absl::Status& failure);
+  // Says that somebody has waited for the step.
+  void Forget(uint64_t step);
+  // What a rank that averages is to be told of a step that has failed; none where it does not, or
+  // has been told.
+  std::optional<std::string> Untold(uint64_t step, int rank) const;
+
+  struct InFlight {
+    uint64_t step = 0;
+    std::shared_ptr<Cancellation> cancellation;
+  };
+
   Worker* const worker_;
   const uint64_t id_;
   const PipelineOptions options_;
   const Schedule evaluation_;
-  std::atomic<bool> runs_{false};
-  // Of the step that runs. The ranks that average in it, from before they do; when it has failed,
-  // those that may not have heard of that, and would average the next one with another step of the
-  // other replicas. With what they are to be told.
-  std::map<int, std::string> untold_;
+
+  mutable absl::Mutex mu_;
+  bool starts_ ABSL_GUARDED_BY(mu_) = false;  // a thread is in Start()
+  // The steps that nobody has waited for, in their order.
+  std::deque<InFlight> in_flight_ ABSL_GUARDED_BY(mu_);
+  // By step and rank, of those that run: the ranks that average in them, from before they do; of
+  // others, which have failed: those that may not have heard of that, and would average the next
+  // step with another one of the other replicas. With what they are to be told.
+  std::map<std::pair<uint64_t, int>, std::string> untold_ ABSL_GUARDED_BY(mu_);
   // By the number of its averager, what a rank was told that knew no such step. Its worker is a new
   // one, or its stages were closed: made anew with that averager, which may have averaged, they
   // must not take a step.
-  std::map<uint64_t, std::string> forgotten_;
+  std::map<uint64_t, std::string> forgotten_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -52,6 +52,7 @@
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
+#include "core/pipeline/test_layers.h"
 #include "core/tensor/exception.h"
 #include "core/worker/metrics.h"
 #include "core/worker/optimizer.h"
@@ -64,117 +65,6 @@ using testing::AllOf;
 using testing::ContainsRegex;
 using testing::HasSubstr;
 using testing::Not;
-using Tensors = std::vector<at::Tensor>;
-
-at::Tensor Loss(Tensors outputs, Tensors targets) { return at::mse_loss(outputs[0], targets[0]); }
-
-// Layers of the same size, one for each stage. A row is 64 bytes: the last bits of a product depend
-// on how its operands are aligned, and parts of a batch are then as aligned as what was sent.
-struct Layers {
-  explicit Layers(int count) {
-    for (int i = 0; i < count; ++i) {
-      weights.push_back((at::randn({16, 16}) * 0.5).requires_grad_(true));
-      biases.push_back((at::randn({16}) * 0.5).requires_grad_(true));
-    }
-  }
-  Tensors Forward(int stage, const Tensors& in) const {
-    TORCH_CHECK(in.size() == 1, "a layer has one input, and not ", in.size());
-    return {at::tanh(at::linear(in[0], weights[stage], biases[stage]))};
-  }
-  Layers Copy() const {
-    Layers copy(0);
-    for (const at::Tensor& t : weights) copy.weights.push_back(t.detach().clone().requires_grad_());
-    for (const at::Tensor& t : biases) copy.biases.push_back(t.detach().clone().requires_grad_());
-    return copy;
-  }
-  Tensors Of(int stage) const { return {weights[stage], biases[stage]}; }
-
-  Tensors weights, biases;
-};
-
-// The stages of all workers, by worker.
-std::vector<std::unique_ptr<PipelineStages>> CreateStages(
-    Cluster& cluster, std::vector<std::map<int, PipelineStage>> stages) {
-  std::vector<std::unique_ptr<PipelineStages>> made;
-  for (int i = 0; i < cluster.size(); ++i) {
-    auto one = PipelineStages::Create(&cluster[i], "model", std::move(stages[i]));
-    EXPECT_TRUE(one.ok()) << one.status();
-    made.push_back(*std::move(one));
-  }
-  return made;
-}
-
-// The stages of all workers, each from one function, with a loss on the last one.
-std::vector<std::unique_ptr<PipelineStages>> MakeStages(
-    Cluster& cluster, const std::vector<int>& worker_of_stage,
-    const std::function<Tensors(int stage, Tensors in)>& forward,
-    const std::function<at::Tensor(Tensors, Tensors)>& loss = Loss) {
-  std::vector<std::map<int, PipelineStage>> stages(cluster.size());
-  for (int s = 0; s < static_cast<int>(worker_of_stage.size()); ++s) {
-    stages[worker_of_stage[s]][s] = {
-        .forward = [forward, s](Tensors in) { return forward(s, std::move(in)); },
-        .loss = loss,
-        .inputs = std::nullopt};
-  }
-  return CreateStages(cluster, std::move(stages));
-}
-
-std::vector<std::string> Names(int count) {
-  std::vector<std::string> names;
-  for (int i = 0; i < count; ++i) names.push_back(WorkerName(i));
-  return names;
-}
-
-std::unique_ptr<Pipeline> MakePipeline(
-    Cluster& cluster, Schedule schedule,
-    PipelineOptions::Reduction reduction = PipelineOptions::Reduction::kMean) {
-  auto made = Pipeline::Create(&cluster[0], {.name = "model",
-                                             .workers = Names(schedule.ranks()),
-                                             .schedule = schedule,
-                                             .reduction = reduction});
-  EXPECT_TRUE(made.ok()) << made.status();
-  return *std::move(made);
-}
-
-// The same schedule with a step of the optimizer for each stage, at the end of its rank's list.
-Schedule WithSteps(Schedule schedule) {
-  for (int s = 0; s < schedule.stages(); ++s) {
-    schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
-  }
-  return schedule;
-}
-
-// A copy of a tensor. On the way back `call` is called, which outlives that; the backward throws
-// what it throws.
-struct CallOnTheWayBack : torch::autograd::Function<CallOnTheWayBack> {
-  using Call = std::function<void()>;
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& a,
-                            const Call* call) {
-    context->saved_data["call"] = reinterpret_cast<int64_t>(call);
-    return a.clone();
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
-                                                 torch::autograd::variable_list gradients) {
-    (*reinterpret_cast<const Call*>(context->saved_data["call"].toInt()))();
-    return {gradients[0], at::Tensor()};
-  }
-};
-
-struct Case {
-  std::string name;
-  Schedule schedule;
-};
-
-std::vector<Case> Cases() {
-  return {{"GPipe", *GPipe(3, 4)},
-          {"1F1B", *OneForwardOneBackward(3, 4)},
-          {"interleaved", *InterleavedOneForwardOneBackward(2, 2, 4)},
-          {"interleaved, uneven", *InterleavedOneForwardOneBackward(2, 2, 3)},
-          {"ZB-H1", *ZeroBubbleH1(3, 4)},
-          {"ZB-H2", *ZeroBubbleH2(3, 5)},
-          {"one stage", *OneForwardOneBackward(1, 2)},
-          {"more stages than micro-batches", *ZeroBubbleH1(3, 1)}};
-}
 
 class PipelineTest : public testing::TestWithParam<std::string> {
  protected:
@@ -185,23 +75,6 @@ class PipelineTest : public testing::TestWithParam<std::string> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Transports, PipelineTest, testing::Values("inproc", "socket"));
-
-// A step of one process: the same micro-batches, one after the other.
-Tensors StepAlone(const Layers& layers, int stages, int micro_batches, bool mean,
-                  const at::Tensor& x, const at::Tensor& y) {
-  Tensors losses;
-  const Tensors xs = x.tensor_split(micro_batches), ys = y.tensor_split(micro_batches);
-  for (int m = 0; m < micro_batches; ++m) {
-    Tensors at{xs[m]};
-    for (int s = 0; s < stages; ++s) at = layers.Forward(s, at);
-    const at::Tensor loss = Loss(at, {ys[m]});
-    const double weight =
-        mean ? static_cast<double>(xs[m].size(0)) / static_cast<double>(x.size(0)) : 1.0;
-    loss.backward(at::full_like(loss, weight));
-    losses.push_back(loss.detach());
-  }
-  return losses;
-}
 
 TEST_P(PipelineTest, FiftyStepsAreThoseOfOneProcessToTheLastBit) {
   for (const Case& one : Cases()) {
@@ -1867,6 +1740,71 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
       EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
       EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
     }
+  }
+}
+
+// Ranks average in one step while others are in another one, and each replica in the same order.
+TEST_P(PipelineReplicasTest, StepsInFlightTakeTheAveragesOfAllReplicas) {
+  constexpr int kRanks = 2, kMicroBatches = 2, kSteps = 5;
+  const Schedule schedule = WithSteps(*ZeroBubbleH1(kRanks, kMicroBatches));
+  Cluster cluster(Workers(kReplicas * kRanks));
+  const Layers alone(kRanks);
+  const std::vector<Layers> of_replica = {alone.Copy(), Layers(kRanks)};
+  const auto averagers = MakeAveragers(cluster, schedule, of_replica);
+  std::vector<std::unique_ptr<PipelineStages>> made;
+  for (int i = 0; i < cluster.size(); ++i) {
+    const Layers& layers = of_replica[i / kRanks];
+    const int s = i % kRanks;
+    auto own = PipelineStages::Create(
+        &cluster[i], "model",
+        {{s,
+          {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); },
+           .loss = Loss,
+           .step = [&layers, s](const Context& c) { return Descend(layers.Of(s), c); }}}},
+        {.averager = averagers[i]});
+    ASSERT_TRUE(own.ok()) << own.status();
+    made.push_back(*std::move(own));
+  }
+  std::array<Tensors, kReplicas> xs, ys;
+  for (int step = 0; step < kSteps; ++step) {
+    for (int r = 0; r < kReplicas; ++r) {
+      xs[r].push_back(at::randn({2 * kMicroBatches, 16}));
+      ys[r].push_back(at::randn({2 * kMicroBatches, 16}));
+      StepAlone(alone, kRanks, kMicroBatches, true, xs[r][step], ys[r][step]);
+    }
+    const at::AutoGradMode grad_mode(false);
+    for (const Tensors& all : {alone.weights, alone.biases}) {
+      for (at::Tensor parameter : all) {
+        parameter.sub_(parameter.grad() / kReplicas);
+        parameter.mutable_grad().reset();
+      }
+    }
+  }
+  std::vector<std::thread> threads;
+  for (int r = 0; r < kReplicas; ++r) {
+    threads.emplace_back([&, r] {
+      const int first = r * kRanks;
+      const auto pipeline =
+          Pipeline::Create(&cluster[first], {.name = "model",
+                                             .workers = {WorkerName(first), WorkerName(first + 1)},
+                                             .schedule = schedule});
+      ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+      std::vector<Context> contexts;
+      std::vector<PipelineStep> steps;
+      for (int step = 0; step < kSteps; ++step) {
+        contexts.push_back(cluster[first].NewContext());
+        auto started = (*pipeline)->Start(contexts.back(), {xs[r][step]}, {ys[r][step]});
+        ASSERT_TRUE(started.ok()) << started.status();
+        steps.push_back(*std::move(started));
+      }
+      for (PipelineStep& step : steps) EXPECT_EQ(step.Wait().status(), absl::OkStatus());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int s = 0; s < kRanks; ++s) {
+    // The sums are in another order.
+    EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
+    EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
   }
 }
 

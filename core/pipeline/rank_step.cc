@@ -143,7 +143,8 @@ void FailAverages(GradientAverager& averager, const std::string& pipeline, const
   }
 }
 
-RankStep::RankStep(Common common, StepPlan plan, Request& request)
+RankStep::RankStep(Common common, StepPlan plan, Request& request,
+                   std::shared_ptr<RankStep> follows)
     : worker_(common.worker),
       pipeline_(std::move(common.pipeline)),
       stages_(*common.stages),
@@ -152,10 +153,13 @@ RankStep::RankStep(Common common, StepPlan plan, Request& request)
       plan_(std::move(plan)),
       driver_(request.from),
       begin_deadline_(request.deadline),
+      follows_(std::move(follows)),
       context_(std::move(request.context)) {}
 
-std::shared_ptr<RankStep> RankStep::Create(Common common, StepPlan plan, Request& request) {
-  auto step = std::make_shared<RankStep>(std::move(common), std::move(plan), request);
+std::shared_ptr<RankStep> RankStep::Create(Common common, StepPlan plan, Request& request,
+                                           std::shared_ptr<RankStep> follows) {
+  auto step =
+      std::make_shared<RankStep>(std::move(common), std::move(plan), request, std::move(follows));
   step->cancellation_->OnCancel([weak = std::weak_ptr<RankStep>(step)] {
     if (const auto alive = weak.lock()) alive->OnStop();
   });
@@ -260,6 +264,7 @@ bool RankStep::Advance(Event event) {
       if (event == Event::kEndOfList) return false;
       // One that was stopped before is not started any more.
       state_ = event == Event::kStart ? State::kRunning : State::kOver;
+      starters_.WakeAll();
       return true;
     case State::kRunning:
       if (event == Event::kStart) return false;
@@ -301,6 +306,23 @@ Stepped RankStep::stepped() const {
   return stepped_;
 }
 
+absl::Status RankStep::AwaitStart(Deadline deadline) const {
+  const BlockingScope blocking;
+  absl::MutexLock lock(&mu_);
+  const auto is_started = [this]()
+                              ABSL_SHARED_LOCKS_REQUIRED(mu_) { return state_ != State::kBegun; };
+  if (starters_.Await(&mu_, absl::Condition(&is_started), deadline)) return absl::OkStatus();
+  return absl::DeadlineExceededError("the step before has begun, and was not started");
+}
+
+absl::Status RankStep::CheckEndedWell() const {
+  absl::MutexLock lock(&mu_);
+  DG_RETURN_IF_ERROR(error_);
+  if (ended_well_) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(cancellation_->why());
+  return absl::FailedPreconditionError("it has not ended");
+}
+
 bool RankStep::SharesStagesWith(const RankStep& other) const {
   for (int s = 0; s < plan_.stages(); ++s) {
     if (HasStage(s) && other.HasStage(s)) return true;
@@ -328,13 +350,17 @@ void RankStep::OnStop() {
   std::optional<Promise<Message>> promise;
   DeliveredParcels delivered;  // these end outside the lock
   Context context;
+  std::shared_ptr<RankStep> follows;
   {
     absl::MutexLock lock(&mu_);
     const bool never_runs = state_ == State::kBegun;
     if (!Advance(Event::kStop)) return;
     promise.swap(promise_);
     delivered.swap(delivered_);
-    if (never_runs) context = std::move(context_);
+    if (never_runs) {
+      context = std::move(context_);
+      follows.swap(follows_);
+    }
   }
   if (promise.has_value()) promise->Set(cancellation_->why());
 }
@@ -345,6 +371,7 @@ Future<Message> RankStep::End(const absl::Status& why) {
   bool ran = false, runs = false;
   {
     absl::MutexLock lock(&mu_);
+    error_.Update(why);
     ran = ran_;
     runs = state_ == State::kStopping;
   }
@@ -1027,7 +1054,13 @@ void RankStep::Run() {
       ran = ran_ = !over();
     }
     calls_ = std::make_unique<StepCalls>(worker_, pipeline_, deadline, cancellation_);
-    result = FollowList();
+    // What it would start from is missing without that.
+    const std::shared_ptr<RankStep> before = std::move(follows_);
+    const absl::Status ended = before == nullptr ? absl::OkStatus() : before->CheckEndedWell();
+    result = ended.ok() ? FollowList()
+                        : Annotate(ended, absl::StrCat("the step before this one has failed on "
+                                                       "worker '",
+                                                       worker_->name(), "'"));
   } catch (...) {  // there was no memory
     try {
       result = StatusFromException(std::current_exception());
@@ -1069,7 +1102,8 @@ void RankStep::Run() {
     absl::MutexLock lock(&mu_);
     stopped = state_ == State::kStopping;
     Advance(Event::kEndOfList);
-    error_ = result.status();
+    ended_well_ = result.ok() && !stopped;
+    if (!result.ok()) error_ = result.status();
     promise.swap(promise_);
     delivered.swap(delivered_);
   }

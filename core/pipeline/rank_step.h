@@ -23,6 +23,7 @@
 #include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
+#include "core/base/sleepers.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage.h"
 #include "core/pipeline/stage_run.h"
@@ -55,10 +56,12 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
     GradientAverager* averager = nullptr;  // null: there are no replicas
   };
 
-  // Its driver is who makes the request, whose context it takes.
-  static std::shared_ptr<RankStep> Create(Common common, StepPlan plan, Request& request);
+  // Its driver is who makes the request, whose context it takes. `follows`: the step that
+  // StepPlan::follows names; null where it names none.
+  static std::shared_ptr<RankStep> Create(Common common, StepPlan plan, Request& request,
+                                          std::shared_ptr<RankStep> follows);
   // Use Create().
-  RankStep(Common common, StepPlan plan, Request& request);
+  RankStep(Common common, StepPlan plan, Request& request, std::shared_ptr<RankStep> follows);
 
   // The names of this rank's tied parameters, each once.
   TieNames tie_names() const;
@@ -85,6 +88,12 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Whether some stages of the two ranks, or all, are the same.
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
+
+  // Waits until it was started, or stopped. kDeadlineExceeded if neither has come by then.
+  absl::Status AwaitStart(Deadline deadline) const;
+  // OK once it has come to a good end here. Else why it has not; of one that runs, or was not
+  // started, kFailedPrecondition.
+  absl::Status CheckEndedWell() const;
 
   // Takes in what the step is to run with; the first call. The future is done when it has ended.
   absl::StatusOr<Future<Message>> Start(const Request& request);
@@ -199,7 +208,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Synchronizes itself. Ends the step, and all that it has asked of others; keeps why.
   const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
 
-  // State of Run() alone, once it is called. (Before Start() the context is guarded by mu_.)
+  // State of Run() alone, once it is called. (Before Start() these two are guarded by mu_.)
+  std::shared_ptr<RankStep> follows_;
   Context context_;
   std::unique_ptr<StepCalls> calls_;
   std::map<Cell, StageRun> runs_;
@@ -237,7 +247,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   Stepped stepped_ ABSL_GUARDED_BY(mu_);
   std::vector<Promise<Message>> ends_ ABSL_GUARDED_BY(mu_);  // of those who wait until none does
   bool ran_ ABSL_GUARDED_BY(mu_) = false;                    // had its thread before its end
-  absl::Status error_ ABSL_GUARDED_BY(mu_);                  // that has ended its list
+  mutable Sleepers starters_ ABSL_GUARDED_BY(mu_);           // who waits for its start
+  bool ended_well_ ABSL_GUARDED_BY(mu_) = false;             // its list, before anybody stopped it
+  absl::Status error_ ABSL_GUARDED_BY(mu_);                  // of its list, or of all of the step
 };
 
 }  // namespace distgrad

@@ -220,11 +220,19 @@ int Releases(const Action& action) {
   return action.kind == Kind::kBackward || action.kind == Kind::kBackwardWeight ? 1 : 0;
 }
 
-// A rank has `ahead_per_rank` forwards ahead for each rank behind it, and one. Later ranks, which
-// have fewer, put off as many weights more: so much is held on each, and that much there is to do
-// at the end, while the gradients go back to the first.
-absl::StatusOr<Schedule> ZeroBubble(int stages, int micro_batches, int ahead_per_rank) {
+}  // namespace
+
+// Later ranks, which have fewer forwards ahead, put off as many weights more: so much is held on
+// each, and that much there is to do at the end, while the gradients go back to the first.
+absl::StatusOr<Schedule> ZeroBubble(int stages, int micro_batches, int forwards_ahead) {
   DG_RETURN_IF_ERROR(CheckSizes(stages, micro_batches));
+  if (forwards_ahead < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("a rank has ", forwards_ahead,
+                                                   " forwards ahead for each rank behind it, and "
+                                                   "needs at least 1"));
+  }
+  // More than there are micro-batches are as many.
+  const int ahead_per_rank = std::min(forwards_ahead, micro_batches);
   Schedule schedule = EmptySchedule(stages, micro_batches);
   for (int s = 0; s < stages; ++s) {
     std::vector<Action>& list = schedule.lists[s];
@@ -250,8 +258,6 @@ absl::StatusOr<Schedule> ZeroBubble(int stages, int micro_batches, int ahead_per
   AddTransfers(&schedule);
   return schedule;
 }
-
-}  // namespace
 
 std::string ToString(const Action& action) {
   if (action.kind == Kind::kStep) return absl::StrCat("step of stage ", action.stage);
@@ -326,11 +332,11 @@ absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_
 }
 
 absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches) {
-  return ZeroBubble(stages, micro_batches, /*ahead_per_rank=*/1);
+  return ZeroBubble(stages, micro_batches, /*forwards_ahead=*/1);
 }
 
 absl::StatusOr<Schedule> ZeroBubbleH2(int stages, int micro_batches) {
-  return ZeroBubble(stages, micro_batches, /*ahead_per_rank=*/2);
+  return ZeroBubble(stages, micro_batches, /*forwards_ahead=*/2);
 }
 
 absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_batches) {

@@ -93,14 +93,21 @@ absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_
 // waits for its I.
 absl::StatusOr<Schedule> ZeroBubbleH1(int stages, int micro_batches);
 
-// ZeroBubbleH1() with twice as many forwards ahead: ZB-H2 of the same paper, but that no rank
-// begins the next batch before all are through with this one. A rank so has work while the first
-// gradients come back, and what comes late holds up less. Where M >= 2 S - 1 a rank is idle for
+// ZeroBubbleH1() with twice as many forwards ahead: ZB-H2 of the same paper. A rank so has work
+// while the first gradients come back, and what comes late holds up less. Where the next step is in
+// flight (Pipeline::Start), the three parts take the same time, and M >= 2 S - 1, no rank is idle
+// between the first step and the last. Of one step alone, where M >= 2 S - 1, a rank is idle for
 // (S - 1) F, if F <= I <= 2 F and I / 2 <= W <= I, which is never longer than with ZeroBubbleH1();
 // if the three take the same time, where M >= 2 (S - 1). With fewer micro-batches ZeroBubbleH1() is
 // the better one if the three take the same time, and else Simulate() says which is. Each rank
 // holds min(M, 2 S - 1) activations.
 absl::StatusOr<Schedule> ZeroBubbleH2(int stages, int micro_batches);
+
+// ZeroBubbleH1() is this with one forward ahead for each rank behind a rank, ZeroBubbleH2() with
+// two. More fill the time of slower hand-overs, where steps are in flight behind each other
+// (Pipeline::Start), so that a rank's next step fills what is idle at the end of this one. Each
+// rank holds min(M, forwards_ahead (S - 1) + 1) activations.
+absl::StatusOr<Schedule> ZeroBubble(int stages, int micro_batches, int forwards_ahead);
 
 // The schedule without backward, for evaluation, with the stages where another has them.
 absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_batches);

@@ -120,12 +120,18 @@ class PipelineStages::Impl {
       return absl::InvalidArgumentError("a step with a backward is one of a context");
     }
     const int rank = plan.rank;
+    std::shared_ptr<RankStep> follows;
+    if (plan.follows != 0) {
+      DG_ASSIGN_OR_RETURN(follows, FindToFollow(plan));
+      // The thread of the rank runs what is started, in that order.
+      DG_RETURN_IF_ERROR(follows->AwaitStart(request.deadline));
+    }
     const auto step = RankStep::Create({.worker = worker_,
                                         .pipeline = name_,
                                         .stages = &stages_,
                                         .on_action = &options_.on_action,
                                         .averager = options_.averager.get()},
-                                       std::move(plan), request);
+                                       std::move(plan), request, std::move(follows));
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
     std::vector<std::shared_ptr<RankStep>> before;  // steps of the same stages
@@ -159,8 +165,11 @@ class PipelineStages::Impl {
       }
       own.step = step;
     }
-    // The one of the same Pipeline ends here; all others have ended, or will not be started.
-    for (const std::shared_ptr<RankStep>& each : before) each->Stop(Replaced(*step));
+    // One of the same Pipeline ends here, unless this one comes behind it; all others have ended,
+    // or will not be started.
+    for (const std::shared_ptr<RankStep>& each : before) {
+      if (step->plan().follows == 0 || IsOther(*step, *each)) each->Stop(Replaced(*step));
+    }
     return Message{EncodeBegun({.names = step->tie_names(),
                                 .averager = step->averages() ? options_.averager->number() : 0}),
                    {}};
@@ -309,16 +318,38 @@ class PipelineStages::Impl {
     return steps;
   }
 
+  // The step of this rank behind which another one is to come, whether it runs or has ended.
+  absl::StatusOr<std::shared_ptr<RankStep>> FindToFollow(const StepPlan& plan) const {
+    absl::MutexLock lock(&mu_);
+    if (closed_) return Closed();
+    if (const auto rank = ranks_.find(FirstStage(plan.rank_of_stage, plan.rank));
+        rank != ranks_.end()) {
+      for (const std::shared_ptr<RankStep>& step : rank->second.AllSteps()) {
+        if (step->plan().step == plan.follows) return step;
+      }
+      for (const std::shared_ptr<RankStep>& step : rank->second.over) {
+        if (step->plan().step == plan.follows) return step;
+      }
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        "worker '", worker_->name(), "' does not know the step of pipeline '", name_,
+        "' behind which this one is to come: the worker, or its stages, are new ones"));
+  }
+
+  // Whether the two are steps of different Pipelines.
+  static bool IsOther(const RankStep& a, const RankStep& b) {
+    return a.driver() != b.driver() || a.plan().pipeline != b.plan().pipeline;
+  }
+
   // A stage runs one step at a time, and is its driver's from the step's beginning to its end. The
-  // next step of the same Pipeline ends the one before; its functions come after those on the
-  // thread of the rank.
+  // next step of the same Pipeline ends the one before, unless it comes behind it; its functions
+  // come after those on the thread of the rank.
   absl::Status CheckMayBegin(const RankStep& next,
                              const std::vector<std::shared_ptr<RankStep>>& before) const {
     for (const std::shared_ptr<RankStep>& step : before) {
       const bool has_same = step->HasSameStagesAs(next);
-      const bool is_other =
-          step->driver() != next.driver() || step->plan().pipeline != next.plan().pipeline;
-      const bool conflicts = (is_other && step->HoldsStages()) || (!has_same && step->busy());
+      const bool conflicts =
+          (IsOther(*step, next) && step->HoldsStages()) || (!has_same && step->busy());
       if (!conflicts) continue;
       return absl::FailedPreconditionError(
           absl::StrCat("a step that ", NameOf(step->driver()), " has begun",
@@ -365,9 +396,11 @@ class PipelineStages::Impl {
                                               "' has no such step of pipeline '", name_,
                                               "': the worker, or its stages, are new ones"));
     }
-    const std::shared_ptr<RankStep>& last = found->second.step;
-    if (last->plan().step == ref.step) return last;
-    return Replaced(*last);
+    // Behind one that runs others may have begun.
+    for (const std::shared_ptr<RankStep>& step : found->second.AllSteps()) {
+      if (step->plan().step == ref.step) return step;
+    }
+    return Replaced(*found->second.step);
   }
 
   Worker* const worker_;
@@ -376,7 +409,7 @@ class PipelineStages::Impl {
   const PipelineStagesOptions options_;
   const int threads_ = at::get_num_threads();  // of whoever makes it
 
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   // By their first stages. Once closed_ is set there come no others.
   std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);

@@ -61,6 +61,7 @@ std::string EncodePlan(const StepPlan& plan) {
   WireWriter writer(&bytes);
   writer.U64(plan.step);
   writer.U64(plan.pipeline);
+  writer.U64(plan.follows);
   writer.U32(static_cast<uint32_t>(plan.rank));
   writer.U32(static_cast<uint32_t>(plan.micro_batches));
   writer.U8(static_cast<uint8_t>((plan.backward ? 1 : 0) | (plan.has_targets ? 2 : 0)));
@@ -83,6 +84,7 @@ absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes) {
   WireReader reader(bytes);
   StepPlan plan{.step = reader.U64()};
   plan.pipeline = reader.U64();
+  plan.follows = reader.U64();
   plan.rank = ReadNumber(reader);
   plan.micro_batches = ReadNumber(reader);
   const uint8_t flags = reader.U8();

@@ -27,6 +27,9 @@ inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it
 struct StepPlan {
   uint64_t step = 0;      // a random number, of this step alone
   uint64_t pipeline = 0;  // another: of the Pipeline that runs it
+  // The step of the same Pipeline behind which this one comes on each rank, and without whose
+  // success it fails. 0: it comes behind none.
+  uint64_t follows = 0;
   int rank = 0;
   int micro_batches = 0;
   bool backward = true;

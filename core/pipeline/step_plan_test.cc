@@ -12,6 +12,7 @@ namespace {
 
 StepPlan SomePlan() {
   return {.step = 7,
+          .follows = 5,
           .rank = 1,
           .micro_batches = 3,
           .backward = true,
@@ -27,6 +28,7 @@ TEST(StepPlanTest, APlanIsReadAsItWasWritten) {
   const absl::StatusOr<StepPlan> read = DecodePlan(EncodePlan(plan));
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->step, plan.step);
+  EXPECT_EQ(read->follows, plan.follows);
   EXPECT_EQ(read->rank, plan.rank);
   EXPECT_EQ(read->micro_batches, plan.micro_batches);
   EXPECT_EQ(read->backward, plan.backward);

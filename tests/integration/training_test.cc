@@ -51,8 +51,8 @@ std::vector<Batch> Batches() {
 }
 
 // Trains over the workers, worker 0 being `leader`, and in this process; compares each step.
-void TrainBothWays(Worker& leader, const StageServer& stage) {
-  DistributedLearner distributed(&leader, &stage.optimizer(), /*micro_batches=*/1);
+void TrainBothWays(Worker& leader) {
+  DistributedLearner distributed(&leader, /*micro_batches=*/1);
   SingleLearner single(kSeed);
   const Stage model = *Stage::Create(0, 1, kSeed);  // for the gradients of the first step
   bool first = true;
@@ -110,7 +110,7 @@ TEST_P(TrainingOverThreadsTest, EqualsTrainingInOne) {
     stages.push_back(*StageServer::Create(&cluster[i], kSeed));
     ASSERT_TRUE(RegisterGradients(&cluster[i], stages.back().get()).ok());
   }
-  TrainBothWays(cluster[0], *stages[0]);
+  TrainBothWays(cluster[0]);
 }
 
 // One worker of the job that the test below leads. Returns its exit status.
@@ -124,7 +124,7 @@ absl::Status RunWorker(const std::string& rendezvous, const std::string& transpo
   // Those that do not lead wait for all of the training.
   const absl::Time deadline = absl::Now() + absl::Minutes(5);
   if (status.ok()) status = (*worker)->Barrier(deadline);
-  if (status.ok() && rank == 0) TrainBothWays(**worker, *stage);
+  if (status.ok() && rank == 0) TrainBothWays(**worker);
   if (status.ok()) status = (*worker)->Shutdown(deadline);
   return status;
 }

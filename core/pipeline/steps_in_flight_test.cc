@@ -1,0 +1,360 @@
+// Steps of a pipeline that are started while others run: they come behind these on each rank, with
+// the results of steps one after the other, and fail with them.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "core/optim/local_optimizer.h"
+#include "core/pipeline/pipeline.h"
+#include "core/pipeline/schedule.h"
+#include "core/pipeline/stages.h"
+#include "core/pipeline/test_layers.h"
+#include "tests/testing/cluster.h"
+
+namespace distgrad {
+namespace {
+
+using testing::HasSubstr;
+
+absl::Status Nothing(const Context&) { return absl::OkStatus(); }
+
+class StepsInFlightTest : public testing::TestWithParam<std::string> {
+ protected:
+  StepsInFlightTest() { at::manual_seed(21); }
+  ClusterOptions Workers(int count) const {
+    return {.workers = count, .transport = GetParam(), .thread_count = 1};
+  }
+  // A step that was started, with its context.
+  struct Started {
+    std::unique_ptr<Context> context;
+    PipelineStep step;
+  };
+  static Started Start(Cluster& cluster, Pipeline& pipeline, at::Tensor x, at::Tensor y) {
+    Started started{std::make_unique<Context>(cluster[0].NewContext()), {}};
+    absl::StatusOr<PipelineStep> step =
+        pipeline.Start(*started.context, {std::move(x)}, {std::move(y)});
+    EXPECT_TRUE(step.ok()) << step.status();
+    if (step.ok()) started.step = *std::move(step);
+    return started;
+  }
+  static Started Start(Cluster& cluster, Pipeline& pipeline) {
+    return Start(cluster, pipeline, at::randn({4, 16}), at::randn({4, 16}));
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Transports, StepsInFlightTest, testing::Values("inproc", "socket"));
+
+TEST_P(StepsInFlightTest, FortyStepsAreThoseOfOneProcessToTheLastBit) {
+  for (const Case& one : Cases()) {
+    for (const bool adam : {false, true}) {
+      SCOPED_TRACE(absl::StrCat(one.name, adam ? ", Adam" : ", SGD"));
+      const Schedule schedule = WithSteps(one.schedule);
+      const int stages = schedule.stages();
+      Cluster cluster(Workers(schedule.ranks()));
+      const Layers layers(stages);
+      const Layers alone = layers.Copy();
+      const auto new_optimizer =
+          [&](const Tensors& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
+        if (adam) return std::make_unique<torch::optim::Adam>(parameters, 0.01);
+        return std::make_unique<torch::optim::SGD>(parameters,
+                                                   torch::optim::SGDOptions(0.05).momentum(0.9));
+      };
+      std::deque<LocalOptimizer> optimizers;  // by stage
+      std::vector<std::map<int, PipelineStage>> own(cluster.size());
+      Tensors all;
+      for (int s = 0; s < stages; ++s) {
+        optimizers.emplace_back(new_optimizer(layers.Of(s)));
+        own[schedule.rank_of_stage[s]][s] = {
+            .forward = [&, s](Tensors in) { return layers.Forward(s, in); },
+            .loss = Loss,
+            .step = [&, s](const Context& c) { return optimizers[s].Step(*c.record()); }};
+        for (const at::Tensor& parameter : alone.Of(s)) all.push_back(parameter);
+      }
+      const auto stages_of_workers = CreateStages(cluster, std::move(own));
+      const auto optimizer_alone = new_optimizer(all);
+      const auto pipeline = MakePipeline(cluster, schedule);
+      std::deque<std::pair<Started, Tensors>> in_flight;  // with the losses of one process
+      for (int step = 0; step < 40 || !in_flight.empty(); ++step) {
+        SCOPED_TRACE(absl::StrCat("step ", step));
+        if (step < 40) {
+          const at::Tensor x = at::randn({10, 16}), y = at::rand({10, 16});
+          Started started = Start(cluster, *pipeline, x, y);
+          optimizer_alone->zero_grad();
+          in_flight.emplace_back(std::move(started),
+                                 StepAlone(alone, stages, schedule.micro_batches, true, x, y));
+          optimizer_alone->step();
+        }
+        if (step < 40 && in_flight.size() < 3) continue;
+        const absl::StatusOr<PipelineResult> result = in_flight.front().first.step.Wait();
+        ASSERT_TRUE(result.ok()) << result.status();
+        const Tensors& losses = in_flight.front().second;
+        ASSERT_EQ(result->losses.size(), losses.size());
+        for (size_t m = 0; m < losses.size(); ++m) {
+          ASSERT_TRUE(at::equal(result->losses[m], losses[m])) << "micro-batch " << m;
+        }
+        in_flight.pop_front();
+      }
+      for (int s = 0; s < stages; ++s) {
+        EXPECT_TRUE(at::equal(layers.weights[s], alone.weights[s])) << "stage " << s;
+        EXPECT_TRUE(at::equal(layers.biases[s], alone.biases[s])) << "stage " << s;
+      }
+    }
+  }
+}
+
+// Each rank waits in the second step for what another one does in the first one, or the other way
+// round: one step after the other would not come to its end.
+TEST_P(StepsInFlightTest, ARankBeginsTheNextStepWhileAnotherIsInTheOneBefore) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::atomic<int> forwards{0};
+  absl::Notification front_is_ahead;
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward =
+                   [&](Tensors in) {
+                     if (++forwards == 2) front_is_ahead.Notify();
+                     return layers.Forward(0, std::move(in));
+                   },
+               .step = Nothing};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step = [&](const Context&) {
+                 front_is_ahead.WaitForNotification();
+                 return absl::OkStatus();
+               }};
+  const auto stages = CreateStages(cluster, std::move(own));
+  const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
+  Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
+  EXPECT_EQ(first.step.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(second.step.Wait().status(), absl::OkStatus());
+}
+
+// The driver starts steps as fast as it can, so that ranks hear of them while the one before has
+// only begun.
+TEST_P(StepsInFlightTest, WhoWaitsForTheLastStepFirstHasAllOfThem) {
+  Cluster cluster(Workers(3));
+  const Layers layers(3);
+  const auto stages = MakeStages(cluster, {0, 1, 2}, [&](int stage, Tensors in) {
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(3, 4));
+  for (int round = 0; round < 10; ++round) {
+    std::vector<Started> started;
+    for (int i = 0; i < 8; ++i) started.push_back(Start(cluster, *pipeline));
+    for (int i = 7; i >= 0; --i) {
+      EXPECT_EQ(started[i].step.Wait().status(), absl::OkStatus());
+      EXPECT_FALSE(started[i].step.valid());
+    }
+  }
+}
+
+TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification all_started;
+  std::atomic<int> front_forwards{0}, back_steps{0};
+  std::atomic<bool> fails{true};
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward =
+                   [&](Tensors in) {
+                     ++front_forwards;
+                     return layers.Forward(0, std::move(in));
+                   },
+               .step = [&](const Context&) -> absl::Status {
+                 all_started.WaitForNotification();
+                 return fails ? absl::DataLossError("no step today") : absl::OkStatus();
+               }};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step = [&](const Context&) {
+                 ++back_steps;
+                 return absl::OkStatus();
+               }};
+  const auto stages = CreateStages(cluster, std::move(own));
+  const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
+  std::vector<Started> started;
+  for (int i = 0; i < 3; ++i) started.push_back(Start(cluster, *pipeline));
+  all_started.Notify();
+  const absl::Status first = started[0].step.Wait().status();
+  EXPECT_EQ(first.code(), absl::StatusCode::kDataLoss) << first;
+  EXPECT_THAT(std::string(first.message()),
+              HasSubstr("stage 0 on worker 'worker0' has failed in its step, stage 1 on worker "
+                        "'worker1' has stepped: "));
+  // Behind one that has failed none is started.
+  const Context context = cluster[0].NewContext();
+  const absl::Status refused =
+      pipeline->Start(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("wait for it, and for all others"));
+  for (int i = 1; i < 3; ++i) {
+    const absl::Status behind = started[i].step.Wait().status();
+    EXPECT_EQ(behind.code(), absl::StatusCode::kDataLoss) << behind;
+    EXPECT_THAT(std::string(behind.message()), HasSubstr("the step before this one has failed"));
+    EXPECT_THAT(std::string(behind.message()), HasSubstr("no step today"));
+    EXPECT_THAT(std::string(behind.message()),
+                HasSubstr("stage 0 on worker 'worker0' has not stepped, stage 1 on worker "
+                          "'worker1' has not stepped: "));
+  }
+  EXPECT_EQ(front_forwards, 1);
+  EXPECT_EQ(back_steps, 1);
+  fails = false;
+  EXPECT_EQ(pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status(),
+            absl::OkStatus());
+}
+
+// The front has gone through the first step when the back fails in it, and is in the next one.
+TEST_P(StepsInFlightTest, AStepThatFailsOnAnotherRankEndsThoseBehindIt) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::atomic<int> forwards{0};
+  absl::Notification front_is_ahead;
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward =
+                   [&](Tensors in) {
+                     if (++forwards == 2) front_is_ahead.Notify();
+                     return layers.Forward(0, std::move(in));
+                   },
+               .step = Nothing};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step = [&](const Context&) -> absl::Status {
+                 front_is_ahead.WaitForNotification();
+                 return absl::DataLossError("no step today");
+               }};
+  const auto stages = CreateStages(cluster, std::move(own));
+  const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
+  Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
+  // Also if somebody waits for the second one first.
+  const absl::Status behind = second.step.Wait().status();
+  EXPECT_EQ(behind.code(), absl::StatusCode::kDataLoss) << behind;
+  EXPECT_THAT(std::string(behind.message()),
+              HasSubstr("the step before this one has failed on worker 'worker1'"));
+  EXPECT_THAT(std::string(behind.message()),
+              HasSubstr("stage 0 on worker 'worker0' has not stepped, stage 1 on worker 'worker1' "
+                        "has not stepped: "));
+  const absl::Status status = first.step.Wait().status();
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("stage 0 on worker 'worker0' has stepped, stage 1 on worker 'worker1' has "
+                        "failed in its step: "));
+}
+
+TEST_P(StepsInFlightTest, AStepThatNobodyWaitsForEnds) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  absl::Notification stands, go;
+  std::atomic<int> steps{0};
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward = [&](Tensors in) { return layers.Forward(0, std::move(in)); },
+               .step = Nothing};
+  own[1][1] = {.forward =
+                   [&](Tensors in) {
+                     if (!stands.HasBeenNotified()) stands.Notify();
+                     go.WaitForNotification();
+                     return layers.Forward(1, std::move(in));
+                   },
+               .loss = Loss,
+               .step = [&](const Context&) {
+                 ++steps;
+                 return absl::OkStatus();
+               }};
+  const auto stages = CreateStages(cluster, std::move(own));
+  const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
+  {
+    const Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
+    stands.WaitForNotification();
+  }
+  go.Notify();
+  Started next = Start(cluster, *pipeline);
+  EXPECT_EQ(next.step.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(steps, 1);
+}
+
+TEST_P(StepsInFlightTest, WhatMayNotRunBesideAStepIsRefused) {
+  Cluster cluster(Workers(1));
+  const Layers layers(1);
+  const auto stages =
+      MakeStages(cluster, {0}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
+  const Context context = cluster[0].NewContext();
+  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+  std::vector<Started> started;
+  for (int i = 0; i < 8; ++i) started.push_back(Start(cluster, *pipeline));
+  for (const absl::Status& status :
+       {pipeline->Train(context, x, y).status(), pipeline->Evaluate(x).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("runs already"));
+  }
+  const absl::Status ninth = pipeline->Start(context, x, y).status();
+  EXPECT_EQ(ninth.code(), absl::StatusCode::kFailedPrecondition) << ninth;
+  EXPECT_THAT(std::string(ninth.message()), HasSubstr("wait for the first one"));
+  for (Started& each : started) EXPECT_EQ(each.step.Wait().status(), absl::OkStatus());
+  EXPECT_EQ(pipeline->Evaluate(x).status(), absl::OkStatus());
+  EXPECT_EQ(PipelineStep().Wait().status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+// Batches of several contexts whose gradients nobody has used yet: each has those of its own.
+TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  const auto stages =
+      MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(2, 3));
+  Tensors xs, ys;
+  std::vector<Started> started;
+  for (int i = 0; i < 4; ++i) {
+    xs.push_back(at::randn({6, 16}));
+    ys.push_back(at::randn({6, 16}));
+    started.push_back(Start(cluster, *pipeline, xs[i], ys[i]));
+  }
+  for (int i = 0; i < 4; ++i) {
+    ASSERT_EQ(started[i].step.Wait().status(), absl::OkStatus());
+    const Layers alone = layers.Copy();
+    StepAlone(alone, 2, 3, true, xs[i], ys[i]);
+    EXPECT_TRUE(at::equal(*started[i].context->Gradient(layers.weights[0]),
+                          alone.weights[0].grad()));
+  }
+}
+
+TEST_P(StepsInFlightTest, AWorkerThatIsLostEndsAllOfThem) {
+  Cluster cluster(Workers(3));
+  const Layers layers(3);
+  std::atomic<int> calls{0};
+  absl::Notification all_started;
+  auto stages = MakeStages(cluster, {0, 1, 2}, [&](int stage, Tensors in) {
+    all_started.WaitForNotification();
+    // Ends in the middle of a step, without a farewell.
+    if (stage == 1 && ++calls == 3) cluster[1].Abort();
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(3, 4));
+  std::vector<Started> started;
+  for (int i = 0; i < 3; ++i) {
+    started.push_back(Start(cluster, *pipeline, at::randn({8, 16}), at::randn({8, 16})));
+  }
+  all_started.Notify();
+  for (Started& each : started) {
+    const absl::Status status = each.step.Wait().status();
+    EXPECT_FALSE(status.ok());
+    EXPECT_THAT(std::string(status.message()), HasSubstr("worker1")) << status;
+  }
+  stages.clear();
+  started.clear();
+  cluster.Kill(1);
+}
+
+}  // namespace
+}  // namespace distgrad
