@@ -28,6 +28,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -189,10 +190,30 @@ absl::Status Drive(Worker& worker, const std::string& name, std::map<int, Pipeli
   return traces.empty() ? absl::OkStatus() : WriteTrace(worker, name, trace);
 }
 
+// The steps of a pipeline that were started, and that nobody has waited for.
+class StepsInFlight {
+ public:
+  // Starts steps until there are as many, and waits for the first one's end.
+  absl::Status Next(Worker& worker, Pipeline& pipeline, const Tensors& inputs,
+                    const Tensors& targets, size_t in_flight) {
+    while (steps_.size() < in_flight) {
+      Context context = worker.NewContext();
+      DG_ASSIGN_OR_RETURN(PipelineStep step, pipeline.Start(context, inputs, targets));
+      steps_.emplace_back(std::move(context), std::move(step));
+    }
+    DG_RETURN_IF_ERROR(steps_.front().second.Wait().status());
+    steps_.pop_front();
+    return absl::OkStatus();
+  }
+
+ private:
+  std::deque<std::pair<Context, PipelineStep>> steps_;
+};
+
 // ------------------------------------------------------------------------------------- Waiting
 
 absl::Status RunWaiting(Worker& worker, const std::string& name, const Schedule& schedule,
-                        std::vector<double>* said) {
+                        size_t in_flight, std::vector<double>* said) {
   std::map<int, PipelineStage> stages;
   const at::Tensor weight = at::ones({1}).requires_grad_(true);
   for (int s = 0; s < schedule.stages(); ++s) {
@@ -208,17 +229,35 @@ absl::Status RunWaiting(Worker& worker, const std::string& name, const Schedule&
   }
   const auto drive = [&](Pipeline& pipeline) -> absl::Status {
     const at::Tensor batch = at::ones({schedule.micro_batches, 1});
+    StepsInFlight steps;
+    absl::Time last = absl::Now();
     for (int round = -1; round < rounds; ++round) {
-      const Context context = worker.NewContext();
-      const absl::Time begin = absl::Now();
-      DG_RETURN_IF_ERROR(pipeline.Train(context, {batch}, {}).status());
-      if (round >= 0) said->push_back(absl::ToDoubleMilliseconds(absl::Now() - begin));
+      DG_RETURN_IF_ERROR(steps.Next(worker, pipeline, {batch}, {}, in_flight));
+      const absl::Time now = absl::Now();
+      if (round >= 0) said->push_back(absl::ToDoubleMilliseconds(now - last));
+      last = now;
     }
     // After the times of the rounds: how long a wait took.
     said->push_back(1e-6 * static_cast<double>(waited_ns) / static_cast<double>(waits));
     return absl::OkStatus();
   };
   return Drive(worker, name, std::move(stages), schedule, drive);
+}
+
+// A schedule so many times, one behind the other, on each rank.
+Schedule Repeated(const Schedule& schedule, int times) {
+  Schedule all = schedule;
+  all.micro_batches *= times;
+  for (std::vector<Action>& list : all.lists) {
+    const std::vector<Action> once = std::exchange(list, {});
+    for (int i = 0; i < times; ++i) {
+      for (Action action : once) {
+        action.micro_batch += i * schedule.micro_batches;
+        list.push_back(action);
+      }
+    }
+  }
+  return all;
 }
 
 void ReportWaiting() {
@@ -232,17 +271,20 @@ void ReportWaiting() {
         {"1F1B", *OneForwardOneBackward(4, m)},
         {"interleaved", *InterleavedOneForwardOneBackward(4, 2, m)},
         {"ZB-H1", *ZeroBubbleH1(4, m)},
-        {"ZB-H2", *ZeroBubbleH2(4, m)}};
+        {"ZB-H2", *ZeroBubbleH2(4, m)},
+        {"ZB-H2, 2 steps", *ZeroBubbleH2(4, m)}};  // in flight
     for (const auto& [name, schedule] : schedules) {
-      std::vector<double> times = InJob(4, [&name = name, &schedule = schedule](
-                                               Worker& worker, std::vector<double>* said) {
-        return RunWaiting(worker, absl::StrCat(name, "-", schedule.micro_batches), schedule, said);
-      });
+      const size_t in_flight = absl::EndsWith(name, "2 steps") ? 2 : 1;
+      std::vector<double> times = InJob(
+          4, [&, &name = name, &schedule = schedule](Worker& worker, std::vector<double>* said) {
+            return RunWaiting(worker, absl::StrCat(name, "-", schedule.micro_batches), schedule,
+                              in_flight, said);
+          });
       failed = failed || times.empty();
       if (times.empty()) continue;
       const double ms = times.back();
       times.pop_back();
-      const absl::StatusOr<Timeline> timeline = Simulate(schedule, [&](const Action& action) {
+      const auto time_of = [&](const Action& action) {
         switch (action.kind) {
           case Kind::kForward:
           case Kind::kBackwardInput:
@@ -253,11 +295,16 @@ void ReportWaiting() {
           default:
             return 0.0;
         }
-      });
-      const double work = timeline->busy[0], took = Median(times);
+      };
+      const double work = Simulate(schedule, time_of)->busy[0], took = Median(times);
+      // Of steps in flight, one that neither begins nor ends alone.
+      const double theory = in_flight == 1 ? Simulate(schedule, time_of)->end
+                                           : (Simulate(Repeated(schedule, 8), time_of)->end -
+                                              Simulate(Repeated(schedule, 4), time_of)->end) /
+                                                 4;
       std::printf("%-16s %4d %10.2f %10.1f %10.1f %10.1f%% %9.1f%% %9.1f%%\n", name.c_str(), m, ms,
-                  timeline->end, took, 100 * (took / timeline->end - 1), 100 * (took - work) / took,
-                  100 * (timeline->end - work) / timeline->end);
+                  theory, took, 100 * (took / theory - 1), 100 * (took - work) / took,
+                  100 * (theory - work) / theory);
       std::fflush(stdout);
     }
   }
@@ -294,8 +341,9 @@ absl::Status RunAlone(const SplitJob& job, int index, int count, int threads, in
   });
 }
 
+// With `in_flight` steps at once.
 absl::Status RunSplit(Worker& worker, const std::string& name, const SplitJob& job,
-                      const Schedule& schedule, std::vector<double>* said) {
+                      const Schedule& schedule, size_t in_flight, std::vector<double>* said) {
   at::set_num_threads(1);
   const int rank = worker.rank();
   const auto part = std::make_shared<SplitPart>(job, rank, schedule.ranks());
@@ -311,9 +359,9 @@ absl::Status RunSplit(Worker& worker, const std::string& name, const SplitJob& j
                   .step = step}}},
                schedule, [&](Pipeline& pipeline) {
                  const at::Tensor x = job.Inputs(), y = job.Targets();
+                 StepsInFlight steps;
                  return MeasureSplit(job, kRoundsOfATurn, said, [&] {
-                   const Context context = worker.NewContext();
-                   return pipeline.Train(context, {x}, {y}).status();
+                   return steps.Next(worker, pipeline, {x}, {y}, in_flight);
                  });
                });
 }
@@ -415,19 +463,23 @@ void ReportSplit(SplitJob job) {
       {"1F1B", *OneForwardOneBackward(processes, job.micro_batches)},
       {"ZB-H1", *ZeroBubbleH1(processes, job.micro_batches)},
       {"ZB-H2", *ZeroBubbleH2(processes, job.micro_batches)}};
-  for (const auto& [name, schedule] : schedules) {
+  const auto add = [&](const std::string& name, const Schedule& schedule, size_t in_flight,
+                       double at_most) {
     Schedule with_steps = schedule;
     for (int s = 0; s < processes; ++s) with_steps.lists[s].push_back({Kind::kStep, s});
     const std::string trace = absl::StrCat(name, "-", job.name, "-", job.micro_batches);
     all.emplace_back(
         absl::StrCat(processes, " processes, 1 thread each, ", name),
-        [&job, with_steps, trace] {
+        [&job, with_steps, trace, in_flight] {
           return InJob(job.processes, [&](Worker& worker, std::vector<double>* said) {
-            return RunSplit(worker, trace, job, with_steps, said);
+            return RunSplit(worker, trace, job, with_steps, in_flight, said);
           });
         },
-        all_at_once ? Efficiency(schedule) : 0);
-  }
+        all_at_once ? at_most : 0);
+  };
+  for (const auto& [name, schedule] : schedules) add(name, schedule, 1, Efficiency(schedule));
+  // Where one step fills what is idle in the other, no schedule bounds it.
+  add("2 steps in flight", *ZeroBubble(processes, job.micro_batches, 3), 2, 0);
   // Every second round goes backwards, so that a machine that becomes slower meets all alike.
   for (int round = 0; round < rounds; ++round) {
     for (size_t i = 0; i < all.size(); ++i) {

@@ -350,6 +350,7 @@ absl::Status Pipeline::BeginStart(bool alone, uint64_t* follows) {
 }
 
 void Pipeline::EndFollowers(uint64_t step, const absl::Status& failure) {
+  const absl::Status why = Annotate(failure, "the step before this one has failed");
   std::vector<std::shared_ptr<Cancellation>> followers;
   {
     absl::MutexLock lock(&mu_);
@@ -357,11 +358,18 @@ void Pipeline::EndFollowers(uint64_t step, const absl::Status& failure) {
                              [&](const InFlight& one) { return one.step == step; });
     while (each != in_flight_.end() && ++each != in_flight_.end()) {
       followers.push_back(each->cancellation);
+      each->before.Update(why);
     }
   }
-  if (followers.empty()) return;
-  const absl::Status why = Annotate(failure, "the step before this one has failed");
   for (const std::shared_ptr<Cancellation>& follower : followers) follower->Cancel(why);
+}
+
+absl::Status Pipeline::Before(uint64_t step) const {
+  absl::MutexLock lock(&mu_);
+  for (const InFlight& each : in_flight_) {
+    if (each.step == step) return each.before;
+  }
+  return absl::OkStatus();
 }
 
 void Pipeline::Forget(uint64_t step) {
@@ -448,7 +456,7 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
     DG_RETURN_IF_ERROR(calls.Wait());
     {
       absl::MutexLock lock(&mu_);
-      in_flight_.push_back({plan.step, running->cancellation});
+      in_flight_.push_back({plan.step, running->cancellation, absl::OkStatus()});
       // From now on there is nothing but success, or their answers, that takes them out again: also
       // where there is no memory for what follows.
       for (int rank = 0; rank < schedule.ranks(); ++rank) {
@@ -513,6 +521,8 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
     }
     if (!ran.ok()) {
       step.cancellation->Cancel(ran);
+      // The cause, where a rank could only say that it was told to end.
+      if (const absl::Status before = Before(step.step); !before.ok()) ran = before;
       EndFollowers(step.step, ran);
       return Explain(ran, step.schedule, step.step, step.deadline);
     }

@@ -184,6 +184,8 @@ class Pipeline {
   absl::Status BeginStart(bool alone, uint64_t* follows);
   // Ends the steps that were started behind one that has failed.
   void EndFollowers(uint64_t step, const absl::Status& failure);
+  // Returns the error of one behind which this one comes, if somebody has waited for that.
+  absl::Status Before(uint64_t step) const;
   // Says that somebody has waited for the step.
   void Forget(uint64_t step);
   // What a rank that averages is to be told of a step that has failed; none where it does not, or
@@ -193,6 +195,7 @@ class Pipeline {
   struct InFlight {
     uint64_t step = 0;
     std::shared_ptr<Cancellation> cancellation;
+    absl::Status before;  // the error of one behind which this one comes
   };
 
   Worker* const worker_;

@@ -264,7 +264,7 @@ bool RankStep::Advance(Event event) {
       if (event == Event::kEndOfList) return false;
       // One that was stopped before is not started any more.
       state_ = event == Event::kStart ? State::kRunning : State::kOver;
-      starters_.WakeAll();
+      begun_ = false;
       return true;
     case State::kRunning:
       if (event == Event::kStart) return false;
@@ -306,15 +306,6 @@ Stepped RankStep::stepped() const {
   return stepped_;
 }
 
-absl::Status RankStep::AwaitStart(Deadline deadline) const {
-  const BlockingScope blocking;
-  absl::MutexLock lock(&mu_);
-  const auto is_started = [this]()
-                              ABSL_SHARED_LOCKS_REQUIRED(mu_) { return state_ != State::kBegun; };
-  if (starters_.Await(&mu_, absl::Condition(&is_started), deadline)) return absl::OkStatus();
-  return absl::DeadlineExceededError("the step before has begun, and was not started");
-}
-
 absl::Status RankStep::CheckEndedWell() const {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(error_);
@@ -350,17 +341,13 @@ void RankStep::OnStop() {
   std::optional<Promise<Message>> promise;
   DeliveredParcels delivered;  // these end outside the lock
   Context context;
-  std::shared_ptr<RankStep> follows;
   {
     absl::MutexLock lock(&mu_);
     const bool never_runs = state_ == State::kBegun;
     if (!Advance(Event::kStop)) return;
     promise.swap(promise_);
     delivered.swap(delivered_);
-    if (never_runs) {
-      context = std::move(context_);
-      follows.swap(follows_);
-    }
+    if (never_runs) context = std::move(context_);
   }
   if (promise.has_value()) promise->Set(cancellation_->why());
 }

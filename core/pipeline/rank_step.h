@@ -3,6 +3,7 @@
 #ifndef DISTGRAD_CORE_PIPELINE_RANK_STEP_H_
 #define DISTGRAD_CORE_PIPELINE_RANK_STEP_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -23,7 +24,6 @@
 #include "core/base/deadline.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
-#include "core/base/sleepers.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage.h"
 #include "core/pipeline/stage_run.h"
@@ -89,8 +89,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
 
-  // Waits until it was started, or stopped. kDeadlineExceeded if neither has come by then.
-  absl::Status AwaitStart(Deadline deadline) const;
+  // Whether the step before it was started here, or never will be: so that this one may run behind
+  // it. The messages that start them may come in any order.
+  bool MayRun() const { return follows_ == nullptr || !follows_->begun_; }
   // OK once it has come to a good end here. Else why it has not; of one that runs, or was not
   // started, kFailedPrecondition.
   absl::Status CheckEndedWell() const;
@@ -208,8 +209,11 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Synchronizes itself. Ends the step, and all that it has asked of others; keeps why.
   const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
 
-  // State of Run() alone, once it is called. (Before Start() these two are guarded by mu_.)
+  // Null once Run() has seen how that has ended.
   std::shared_ptr<RankStep> follows_;
+  std::atomic<bool> begun_{true};  // whether the state is kBegun
+
+  // State of Run() alone, once it is called. (Before Start() the context is guarded by mu_.)
   Context context_;
   std::unique_ptr<StepCalls> calls_;
   std::map<Cell, StageRun> runs_;
@@ -247,7 +251,6 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   Stepped stepped_ ABSL_GUARDED_BY(mu_);
   std::vector<Promise<Message>> ends_ ABSL_GUARDED_BY(mu_);  // of those who wait until none does
   bool ran_ ABSL_GUARDED_BY(mu_) = false;                    // had its thread before its end
-  mutable Sleepers starters_ ABSL_GUARDED_BY(mu_);           // who waits for its start
   bool ended_well_ ABSL_GUARDED_BY(mu_) = false;             // its list, before anybody stopped it
   absl::Status error_ ABSL_GUARDED_BY(mu_);                  // of its list, or of all of the step
 };

@@ -49,6 +49,8 @@ class RankThread {
     absl::MutexLock lock(&mu_);
     steps_.emplace_back(std::move(step), threads);
   }
+  // Has it look again at what may run: some step will not be started.
+  void LookAgain() { absl::MutexLock lock(&mu_); }
   // It ends when it has run what it was given.
   void Close() {
     absl::MutexLock lock(&mu_);
@@ -69,8 +71,9 @@ class RankThread {
         absl::MutexLock lock(&mu_);
         mu_.Await(absl::Condition(this, &RankThread::HasWork));
         if (steps_.empty()) return;
-        std::tie(step, threads) = std::move(steps_.front());
-        steps_.pop_front();
+        const auto next = FirstThatMayRun();
+        std::tie(step, threads) = *next;
+        steps_.erase(next);
         runs_ = true;
       }
       SetIntraOpThreadsHere(threads);  // also where the step before had others
@@ -81,7 +84,15 @@ class RankThread {
       waiting_.WakeAll();
     }
   }
-  bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return closed_ || !steps_.empty(); }
+  using Steps = std::deque<std::pair<std::shared_ptr<RankStep>, int>>;
+
+  Steps::const_iterator FirstThatMayRun() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return std::find_if(steps_.begin(), steps_.end(),
+                        [](const auto& step) { return step.first->MayRun(); });
+  }
+  bool HasWork() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    return steps_.empty() ? closed_ : FirstThatMayRun() != steps_.end();
+  }
   bool Idle() const ABSL_SHARED_LOCKS_REQUIRED(mu_) { return !runs_ && steps_.empty(); }
 
   std::thread thread_;  // constant after Start()
@@ -90,7 +101,7 @@ class RankThread {
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   bool runs_ ABSL_GUARDED_BY(mu_) = false;  // a step
   Sleepers waiting_ ABSL_GUARDED_BY(mu_);   // until it is idle
-  std::deque<std::pair<std::shared_ptr<RankStep>, int>> steps_ ABSL_GUARDED_BY(mu_);
+  Steps steps_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace
@@ -123,8 +134,6 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> follows;
     if (plan.follows != 0) {
       DG_ASSIGN_OR_RETURN(follows, FindToFollow(plan));
-      // The thread of the rank runs what is started, in that order.
-      DG_RETURN_IF_ERROR(follows->AwaitStart(request.deadline));
     }
     const auto step = RankStep::Create({.worker = worker_,
                                         .pipeline = name_,
@@ -135,6 +144,7 @@ class PipelineStages::Impl {
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
     std::vector<std::shared_ptr<RankStep>> before;  // steps of the same stages
+    RankThread* thread = nullptr;
     // Some of these end here, outside the lock.
     std::vector<std::shared_ptr<RankStep>> earlier, dropped;
     {
@@ -154,7 +164,8 @@ class PipelineStages::Impl {
       earlier = own.AllSteps();
       own.earlier.clear();
       for (const std::shared_ptr<RankStep>& each : earlier) {
-        if (each->busy()) {
+        // One that this one follows may be started yet.
+        if (each->busy() || (step->plan().follows != 0 && each->HoldsStages())) {
           own.earlier.push_back(each);
           continue;
         }
@@ -164,12 +175,14 @@ class PipelineStages::Impl {
         own.over.pop_front();
       }
       own.step = step;
+      thread = own.thread.get();
     }
     // One of the same Pipeline ends here, unless this one comes behind it; all others have ended,
     // or will not be started.
     for (const std::shared_ptr<RankStep>& each : before) {
       if (step->plan().follows == 0 || IsOther(*step, *each)) each->Stop(Replaced(*step));
     }
+    thread->LookAgain();
     return Message{EncodeBegun({.names = step->tie_names(),
                                 .averager = step->averages() ? options_.averager->number() : 0}),
                    {}};
@@ -236,11 +249,13 @@ class PipelineStages::Impl {
     const absl::Status why =
         absl::AbortedError("the step has failed on another rank, or for its driver");
     std::shared_ptr<RankStep> step;
+    RankThread* thread = nullptr;
     absl::Status unknown;
     {
       absl::MutexLock lock(&mu_);
       // Its function may run after the stages were taken off, or another step has begun.
       if (const auto found = ranks_.find(ref.first_stage); found != ranks_.end()) {
+        thread = found->second.thread.get();
         for (const std::shared_ptr<RankStep>& each : found->second.AllSteps()) {
           if (each->plan().step == ref.step) step = each;
         }
@@ -250,7 +265,11 @@ class PipelineStages::Impl {
       }
       if (step == nullptr) unknown = Find(ref).status();
     }
-    if (step != nullptr) return step->End(why);
+    if (step != nullptr) {
+      Future<Message> ended = step->End(why);
+      thread->LookAgain();
+      return ended;
+    }
     // One that was begun here, and forgotten (kMostStepsKept), may have averaged; so may one of
     // stages that were here before, with the same averager.
     if (options_.averager != nullptr && end->averager == options_.averager->number()) {
@@ -272,7 +291,10 @@ class PipelineStages::Impl {
       absl::MutexLock lock(&mu_);
       const bool is_first = !std::exchange(closed_, true);
       for (auto& [first_stage, rank] : ranks_) {
-        if (is_first && rank.step != nullptr) steps.push_back(rank.step);
+        if (is_first) {
+          const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
+          steps.insert(steps.end(), all.begin(), all.end());
+        }
         if (rank.thread != nullptr) threads.push_back(rank.thread.get());
       }
     }
@@ -292,7 +314,7 @@ class PipelineStages::Impl {
  private:
   struct Rank {
     std::shared_ptr<RankStep> step;  // the last one that was begun
-    // Those before it of which a function may still run.
+    // Those before it of which a function may still run, or that it comes behind.
     std::vector<std::shared_ptr<RankStep>> earlier;
     // Others before it, which have ended: their drivers may ask yet what they have stepped, and say
     // that they have failed.

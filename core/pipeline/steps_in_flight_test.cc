@@ -132,10 +132,11 @@ TEST_P(StepsInFlightTest, ARankBeginsTheNextStepWhileAnotherIsInTheOneBefore) {
                .step = Nothing};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
                .loss = Loss,
-               .step = [&](const Context&) {
-                 front_is_ahead.WaitForNotification();
-                 return absl::OkStatus();
-               }};
+               .step =
+                   [&](const Context&) {
+                     front_is_ahead.WaitForNotification();
+                     return absl::OkStatus();
+                   }};
   const auto stages = CreateStages(cluster, std::move(own));
   const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
   Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
@@ -148,9 +149,8 @@ TEST_P(StepsInFlightTest, ARankBeginsTheNextStepWhileAnotherIsInTheOneBefore) {
 TEST_P(StepsInFlightTest, WhoWaitsForTheLastStepFirstHasAllOfThem) {
   Cluster cluster(Workers(3));
   const Layers layers(3);
-  const auto stages = MakeStages(cluster, {0, 1, 2}, [&](int stage, Tensors in) {
-    return layers.Forward(stage, in);
-  });
+  const auto stages = MakeStages(cluster, {0, 1, 2},
+                                 [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(3, 4));
   for (int round = 0; round < 10; ++round) {
     std::vector<Started> started;
@@ -180,10 +180,11 @@ TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
                }};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
                .loss = Loss,
-               .step = [&](const Context&) {
-                 ++back_steps;
-                 return absl::OkStatus();
-               }};
+               .step =
+                   [&](const Context&) {
+                     ++back_steps;
+                     return absl::OkStatus();
+                   }};
   const auto stages = CreateStages(cluster, std::move(own));
   const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
   std::vector<Started> started;
@@ -267,10 +268,11 @@ TEST_P(StepsInFlightTest, AStepThatNobodyWaitsForEnds) {
                      return layers.Forward(1, std::move(in));
                    },
                .loss = Loss,
-               .step = [&](const Context&) {
-                 ++steps;
-                 return absl::OkStatus();
-               }};
+               .step =
+                   [&](const Context&) {
+                     ++steps;
+                     return absl::OkStatus();
+                   }};
   const auto stages = CreateStages(cluster, std::move(own));
   const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
   {
@@ -324,8 +326,8 @@ TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
     ASSERT_EQ(started[i].step.Wait().status(), absl::OkStatus());
     const Layers alone = layers.Copy();
     StepAlone(alone, 2, 3, true, xs[i], ys[i]);
-    EXPECT_TRUE(at::equal(*started[i].context->Gradient(layers.weights[0]),
-                          alone.weights[0].grad()));
+    EXPECT_TRUE(
+        at::equal(*started[i].context->Gradient(layers.weights[0]), alone.weights[0].grad()));
   }
 }
 

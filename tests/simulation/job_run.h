@@ -22,6 +22,7 @@
 #include "core/base/deadline.h"
 #include "core/base/ids.h"
 #include "core/membership/member_event.h"
+#include "core/pipeline/pipeline.h"
 #include "core/pipeline/stages.h"
 #include "core/worker/optimizer.h"
 #include "core/worker/worker.h"
@@ -124,6 +125,9 @@ class Job {
   void CheckTrained();
   void RegisterPipelines(Process* process, int i);
   void RunPipeline(const Action& action, Worker* worker);
+  // `context`: null where it has no gradients.
+  void CheckPipeline(const Action& action, Worker* worker, const Context* context,
+                     const absl::StatusOr<PipelineResult>& result, Deadline deadline);
 
   // averages.cc
   void RegisterAverages(Worker* worker, int i);

@@ -22,6 +22,7 @@ struct PipelineModel {
 
   std::string name;
   bool fails = false;  // its last stage does
+  int in_flight = 1;   // steps, that are started one behind the other
   distgrad::Schedule schedule;
   std::vector<int> worker_of_rank;
   std::vector<at::Tensor> weights;  // by stage

@@ -158,6 +158,7 @@ PipelineModel::PipelineModel(const Action& action, int workers)
     : name(absl::StrCat("pipe", action.a)), fails((action.c & Action::kFails) != 0) {
   std::mt19937_64 random(action.a);
   const int ranks = 1 + static_cast<int>(random() % 4);
+  in_flight = action.a % 2 == 0 ? 1 : 3;
   const int micro_batches = 1 + static_cast<int>(random() % 5);
   absl::StatusOr<distgrad::Schedule> made;
   switch (random() % 4) {
@@ -232,15 +233,55 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   auto pipeline = Pipeline::Create(
       worker, {.name = model.name, .workers = workers, .schedule = model.schedule});
   Must(pipeline.status());
-  Deadline deadline = Deadline::After(kTimeout);
-  if (action.b == Action::kByDeadline) {
-    deadline = Deadline::After(absl::Milliseconds(Draw() % 60));
+  const auto new_deadline = [&] {
+    return action.b == Action::kByDeadline ? Deadline::After(absl::Milliseconds(Draw() % 60))
+                                           : Deadline::After(kTimeout);
+  };
+  if ((action.c & Action::kEvaluates) != 0) {
+    const Deadline deadline = new_deadline();
+    CheckPipeline(action, worker, nullptr,
+                  (*pipeline)->Evaluate({model.input}, {model.target}, deadline), deadline);
+    return;
   }
-  const bool evaluates = (action.c & Action::kEvaluates) != 0;
-  Context context = worker->NewContext();
-  const absl::StatusOr<PipelineResult> result =
-      evaluates ? (*pipeline)->Evaluate({model.input}, {model.target}, deadline)
-                : (*pipeline)->Train(context, {model.input}, {model.target}, deadline);
+  struct Started {
+    Context context;
+    Deadline deadline;
+    PipelineStep step;
+  };
+  std::vector<Started> started;
+  for (int i = 0; i < model.in_flight; ++i) {
+    Started next{worker->NewContext(), new_deadline(), {}};
+    absl::StatusOr<PipelineStep> step =
+        (*pipeline)->Start(next.context, {model.input}, {model.target}, next.deadline);
+    if (!step.ok()) {
+      // One that has failed already; which is checked below.
+      if (i == 0 || !absl::IsFailedPrecondition(step.status())) {
+        CheckPipeline(action, worker, nullptr, step.status(), next.deadline);
+      }
+      break;
+    }
+    next.step = *std::move(step);
+    started.push_back(std::move(next));
+  }
+  bool failed = false;
+  for (Started& each : started) {
+    // What it says of one that has failed takes time, for each of them.
+    const Deadline deadline = std::max(each.deadline, Deadline::After(absl::ZeroDuration()));
+    const absl::StatusOr<PipelineResult> result = each.step.Wait();
+    if (failed && result.ok()) Wrong(absl::StrCat(what, ": OK behind a step that has failed"));
+    failed = failed || !result.ok();
+    CheckPipeline(action, worker, &each.context, result, deadline);
+  }
+  if (!failed && !started.empty() && started.size() < static_cast<size_t>(model.in_flight) &&
+      !disturbed_ && !refused_ && action.b != Action::kByDeadline && !model.fails) {
+    Wrong(absl::StrCat(what, ": not started, though none before it has failed"));
+  }
+}
+
+void Job::CheckPipeline(const Action& action, Worker* worker, const Context* context,
+                        const absl::StatusOr<PipelineResult>& result, Deadline deadline) {
+  const std::string what = Text(action);
+  const PipelineModel& model = *pipelines_.at(action.a);
   if (model.fails) {
     if (result.ok()) return Wrong(absl::StrCat(what, ": OK, though it throws"));
     if (absl::StrContains(result.status().message(), "on fire")) return;
@@ -251,14 +292,15 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   for (int stage = 0; stage < model.schedule.stages(); ++stage) at = model.Compute(stage, at);
   const at::Tensor loss = model.Loss(at, {model.target});
   if (!at::allclose(result->loss, loss)) Wrong(absl::StrCat(what, ": another loss"));
-  if (evaluates) return;
+  if (context == nullptr) return;
   const Tensors want = torch::autograd::grad({loss}, model.weights);
   for (int stage = 0; stage < model.schedule.stages(); ++stage) {
-    deadline = Deadline::After(kTimeout);
-    const absl::StatusOr<Message> got = worker->Call(
-        workers[model.schedule.rank_of_stage[stage]], "stage gradient",
-        {absl::StrCat(action.a, " ", stage), {}}, {.context = &context, .deadline = deadline});
-    CheckEnd(what + ", asking for a gradient", got.status(), deadline);
+    const int of = model.worker_of_rank[model.schedule.rank_of_stage[stage]];
+    const Deadline until = Deadline::After(kTimeout);
+    const absl::StatusOr<Message> got =
+        worker->Call(WorkerName(of), "stage gradient", {absl::StrCat(action.a, " ", stage), {}},
+                     {.context = context, .deadline = until});
+    CheckEnd(what + ", asking for a gradient", got.status(), until);
     if (got.ok() && !at::allclose(got->tensors.at(0), want[stage])) {
       Wrong(absl::StrCat(what, ": the gradient of stage ", stage, " is not that of one process"));
     }
