@@ -50,10 +50,10 @@ expect_error 2 "--trace" --single --trace=trace.json
 "$program" --workers=2 --data=data --epochs=1 --batch=25 --micro-batches=5 --output=traced \
   --trace=trace.json
 "$check" trace.0.json trace.1.json | tee stdout
-# Four steps, and a pass over the test images: worker 0 steps itself and worker 1, and each has all
-# micro-batches.
-for line in "worker0 client distgrad.optimizer.step/ 8" \
-  "worker1 server distgrad.optimizer.step/ 4" "worker0 pipeline forward 0 5" \
+# Four steps, and a pass over the test images: worker 0 sends learning rates to itself and worker 1,
+# and each has all micro-batches and steps.
+for line in "worker0 client learning rate 8" \
+  "worker1 server learning rate 4" "worker1 pipeline step 4" "worker0 pipeline forward 0 5" \
   "worker1 pipeline send gradients 4 4"; do
   grep -qx "$line" stdout || fail "the traces lack: $line"
 done

@@ -1,8 +1,6 @@
 // Keeps learning rates by the contexts of their steps, and steps in their order.
 #include "examples/pipeline_steps.h"
 
-#include <set>
-
 #include "ATen/ops/scalar_tensor.h"
 #include "core/base/status.h"
 #include "core/pipeline/schedule.h"
@@ -10,10 +8,8 @@
 namespace distgrad {
 
 Schedule WithOptimizerSteps(Schedule schedule) {
-  std::set<int> ranks;
   for (int stage = 0; stage < schedule.stages(); ++stage) {
-    const int rank = schedule.rank_of_stage[stage];
-    if (ranks.insert(rank).second) schedule.lists[rank].push_back({Action::Kind::kStep, stage});
+    schedule.lists[schedule.rank_of_stage[stage]].push_back({Action::Kind::kStep, stage});
   }
   return schedule;
 }

@@ -22,8 +22,7 @@
 
 namespace distgrad {
 
-// Appends the optimizer's step of each rank to a schedule: that of its first stage, which steps all
-// of the rank.
+// Appends the optimizer's step of each stage to its rank's list.
 Schedule WithOptimizerSteps(Schedule schedule);
 
 // The rates that were sent to a worker. Thread-safe.

@@ -71,8 +71,10 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
     const TransformerStage& part = server->parts_[i];
     stages[numbers[i]] = {
         .forward = [&part](Tensors in) -> Tensors { return {part.Forward(in[0])}; },
-        .loss = [](Tensors out, Tensors targets) { return TextLoss(out[0], targets[0]); }};
+        .loss = [](Tensors out, Tensors targets) { return TextLoss(out[0], targets[0]); },
+        .step = [](const Context&) { return absl::OkStatus(); }};
   }
+  // One optimizer has the parameters of all stages here.
   stages.at(numbers[0]).step = [self, rates](const Context& context) -> absl::Status {
     DG_ASSIGN_OR_RETURN(const double rate, rates->Take(context));
     return self->optimizer_->Step(*context.record(), rate);

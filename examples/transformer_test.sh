@@ -75,8 +75,8 @@ paste -d, <(losses single) <(losses replicas) | awk -F, '
 echo "== traces"
 train --stages=2 --output=traced --trace=trace.json >stdout
 "$check" trace.0.json trace.1.json >spans
-for line in "worker0 client step $((2 * steps))" "worker1 server step $steps" \
-  "worker0 pipeline backward 0 $steps" "worker1 pipeline backward of weights 3 $steps"; do
+for line in "worker0 client learning rate $((2 * steps))" "worker1 server learning rate $steps" \
+  "worker1 pipeline step $steps" "worker0 pipeline backward 0 $steps" "worker1 pipeline backward of weights 3 $steps"; do
   grep -qx "$line" spans || fail "the traces lack: $line; they have: $(cat spans)"
 done
 
