@@ -8,6 +8,7 @@
 #include "ATen/ops/scalar_tensor.h"
 #include "ATen/ops/stack.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/base/status.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "examples/interrupt.h"
@@ -49,20 +50,24 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
 
   std::shared_ptr<GradientAverager> averager;
   if (options.replicas > 1) {
-    DG_ASSIGN_OR_RETURN(server->replicas_,
-                        ProcessGroup::Create({.name = absl::StrCat("replicas of rank ", rank),
-                                              .store = worker->store(),
-                                              .rank = replica,
-                                              .size = options.replicas,
-                                              .timeout = common.timeout,
-                                              .join_timeout = common.timeout,
-                                              .host = worker->host(),
-                                              .cluster_key = worker->cluster_key(),
-                                              .certificates = worker->certificates()}));
+    const auto create_group = [&](absl::string_view name) {
+      return ProcessGroup::Create({.name = absl::StrCat(name, " of rank ", rank),
+                                   .store = worker->store(),
+                                   .rank = replica,
+                                   .size = options.replicas,
+                                   .timeout = common.timeout,
+                                   .join_timeout = common.timeout,
+                                   .host = worker->host(),
+                                   .cluster_key = worker->cluster_key(),
+                                   .certificates = worker->certificates()});
+    };
+    // Each for one thread: that of the rank averages while another one waits for the step before.
+    DG_ASSIGN_OR_RETURN(const std::shared_ptr<ProcessGroup> averages, create_group("averages"));
+    DG_ASSIGN_OR_RETURN(server->replicas_, create_group("replicas"));
     std::vector<NamedTensor> parameters;
     for (const auto& [name, tensor] : server->parameters_) parameters.push_back({name, tensor});
-    DG_ASSIGN_OR_RETURN(averager, GradientAverager::Create(server->replicas_, std::move(parameters),
-                                                           {}, {.in_backward = false}));
+    DG_ASSIGN_OR_RETURN(averager, GradientAverager::Create(averages, std::move(parameters), {},
+                                                           {.in_backward = false}));
   }
 
   DG_ASSIGN_OR_RETURN(const std::shared_ptr<LearningRates> rates, LearningRates::Create(worker));
