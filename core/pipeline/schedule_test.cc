@@ -390,6 +390,56 @@ TEST(ScheduleTest, ZeroBubbleH2IsIdleForLongerOutsideOfThatCondition) {
   EXPECT_EQ(IdleTime(*ZeroBubbleH2(3, 4), {8, 8, 8}), 2);  // equal times need no more
 }
 
+TEST(ScheduleTest, ZeroBubbleTakesAnyNumberOfForwardsAhead) {
+  for (int ranks = 1; ranks <= 5; ++ranks) {
+    for (int micro_batches = 1; micro_batches <= 8; ++micro_batches) {
+      EXPECT_EQ(ZeroBubble(ranks, micro_batches, 1)->lists,
+                ZeroBubbleH1(ranks, micro_batches)->lists);
+      EXPECT_EQ(ZeroBubble(ranks, micro_batches, 2)->lists,
+                ZeroBubbleH2(ranks, micro_batches)->lists);
+      for (const int ahead : {3, 4, 100, 1 << 30}) {
+        const Schedule schedule = *ZeroBubble(ranks, micro_batches, ahead);
+        EXPECT_EQ(Check(schedule), absl::OkStatus()) << ranks << " " << micro_batches;
+      }
+    }
+  }
+  const absl::Status none = ZeroBubble(2, 4, 0).status();
+  EXPECT_EQ(none.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(none.message()), HasSubstr("needs at least 1"));
+}
+
+// The time from one step's end to the next one's, where each rank goes through the list of one step
+// behind that of the other.
+double TimeOfStepsInFlight(const Schedule& schedule) {
+  const auto end_of = [&](int steps) {
+    Schedule all = schedule;
+    all.micro_batches *= steps;
+    for (std::vector<Action>& list : all.lists) {
+      const std::vector<Action> once = list;
+      for (int i = 1; i < steps; ++i) {
+        for (Action action : once) {
+          action.micro_batch += i * schedule.micro_batches;
+          list.push_back(action);
+        }
+      }
+    }
+    return Simulate(all, UnitTime)->end;
+  };
+  return (end_of(8) - end_of(4)) / 4;
+}
+
+TEST(ScheduleTest, InTheMiddleOfStepsInFlightZeroBubbleH2IsNeverIdle) {
+  for (int ranks = 2; ranks <= 6; ++ranks) {
+    for (int micro_batches = 2 * ranks - 1; micro_batches <= 2 * ranks + 3; ++micro_batches) {
+      SCOPED_TRACE(absl::StrCat(ranks, " ranks, ", micro_batches, " micro-batches"));
+      const double work = 3.0 * micro_batches;
+      EXPECT_EQ(TimeOfStepsInFlight(*ZeroBubbleH2(ranks, micro_batches)), work);
+      EXPECT_GT(TimeOfStepsInFlight(*ZeroBubbleH1(ranks, micro_batches)), work);
+      EXPECT_GT(TimeOfStepsInFlight(*OneForwardOneBackward(ranks, micro_batches)), work);
+    }
+  }
+}
+
 TEST(ScheduleTest, ZeroBubbleH1IsNoSlowerWithEqualTimesAndFewMicroBatches) {
   for (int ranks = 2; ranks <= kMost; ++ranks) {
     for (int micro_batches = 1; micro_batches < 2 * (ranks - 1); ++micro_batches) {

@@ -10,6 +10,7 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
+#include <deque>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,6 +22,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "core/base/deadline.h"
+#include "core/optim/local_optimizer.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/process_group.h"
 #include "core/pipeline/pipeline.h"
@@ -82,6 +84,30 @@ absl::StatusOr<double> Train(Worker* worker, Optimizer* optimizer, const at::Ten
 }
 // [doc: end]
 
+// [doc: in flight]
+// The schedule has each stage's step of the optimizer, PipelineStage::step, at its end. While one
+// batch is at its end, the next one begins. Returns the loss of the last batch.
+absl::StatusOr<double> TrainInFlight(Worker* worker, Pipeline* pipeline, const at::Tensor& inputs,
+                                     const at::Tensor& targets, int steps) {
+  std::deque<std::pair<Context, PipelineStep>> in_flight;
+  double loss = 0;
+  for (int step = 0; step < steps || !in_flight.empty(); ++step) {
+    if (step < steps) {
+      Context context = worker->NewContext();
+      auto started = pipeline->Start(context, {inputs}, {targets});
+      if (!started.ok()) return started.status();
+      in_flight.emplace_back(std::move(context), *std::move(started));
+      if (in_flight.size() == 1) continue;
+    }
+    const auto result = in_flight.front().second.Wait();
+    if (!result.ok()) return result.status();
+    loss = result->loss.item<double>();
+    in_flight.pop_front();
+  }
+  return loss;
+}
+// [doc: end]
+
 // [doc: replicas]
 // On every worker: a stage of one of the replicas, which averages with that stage of the others.
 absl::StatusOr<std::unique_ptr<PipelineStages>> CreateReplica(
@@ -119,6 +145,41 @@ TEST(PipelinesPageTest, TwoStagesLearn) {
   const absl::StatusOr<double> first = Train(&cluster[0], optimizer, inputs, targets, 1);
   ASSERT_TRUE(first.ok()) << first.status();
   const absl::StatusOr<double> last = Train(&cluster[0], optimizer, inputs, targets, 100);
+  ASSERT_TRUE(last.ok()) << last.status();
+  EXPECT_LT(*last, *first / 2);
+}
+
+TEST(PipelinesPageTest, StepsInFlightLearn) {
+  at::manual_seed(1);
+  Cluster cluster({.workers = 2});
+  std::vector<torch::nn::Linear> layers = {torch::nn::Linear(4, 4), torch::nn::Linear(4, 1)};
+  std::vector<std::unique_ptr<LocalOptimizer>> optimizers;
+  std::vector<std::unique_ptr<PipelineStages>> stages;
+  Schedule schedule = *ZeroBubbleH2(2, 4);
+  for (int i = 0; i < 2; ++i) {
+    optimizers.push_back(std::make_unique<LocalOptimizer>(
+        std::make_unique<torch::optim::SGD>(layers[i]->parameters(), /*lr=*/0.1)));
+    PipelineStage stage;
+    stage.forward = [layer = layers[i]](std::vector<at::Tensor> x) mutable {
+      return std::vector{at::tanh(layer(x[0]))};
+    };
+    stage.loss = [](std::vector<at::Tensor> out, std::vector<at::Tensor> y) {
+      return at::mse_loss(out[0], y[0]);
+    };
+    stage.step = [&, i](const Context& context) { return optimizers[i]->Step(*context.record()); };
+    auto made = PipelineStages::Create(&cluster[i], "model", {{i, stage}});
+    ASSERT_TRUE(made.ok()) << made.status();
+    stages.push_back(*std::move(made));
+    schedule.lists[i].push_back({Action::Kind::kStep, i});
+  }
+  const auto pipeline = Pipeline::Create(
+      &cluster[0],
+      {.name = "model", .workers = {"worker0", "worker1"}, .schedule = std::move(schedule)});
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  const at::Tensor inputs = at::rand({16, 4}), targets = at::zeros({16, 1});
+  const auto first = TrainInFlight(&cluster[0], pipeline->get(), inputs, targets, 1);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto last = TrainInFlight(&cluster[0], pipeline->get(), inputs, targets, 100);
   ASSERT_TRUE(last.ok()) << last.status();
   EXPECT_LT(*last, *first / 2);
 }
