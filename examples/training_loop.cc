@@ -90,7 +90,13 @@ absl::Status TrainingLoop::StartSteps(TrainingTask& task, bool saves, int64_t en
   if (saves) end = std::min(end, (step_ / options_.every + 1) * options_.every);
   while (started_ < end && started_ - step_ < task.most_in_flight()) {
     const double progress = static_cast<double>(started_) / static_cast<double>(plan_.steps);
-    if (auto s = task.Start(progress); !s.ok()) return s;
+    if (auto s = task.Start(progress); !s.ok()) {
+      // Where one that runs has failed that says why.
+      for (; started_ > step_; --started_) {
+        if (auto step = task.Finish(); !step.ok()) return step.status();
+      }
+      return s;
+    }
     ++started_;
   }
   return absl::OkStatus();
