@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -81,7 +82,7 @@ bool ContextRecord::CheapToRunInline() const {
 
 bool ContextRecord::LosePeer(WorkerRank peer, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
-  if (!peers_.contains(peer)) return false;
+  if (peers_.count(peer) == 0) return false;
   lost_.try_emplace(peer, why);
   return true;
 }
@@ -455,7 +456,7 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
 
 ContextRecord::Released ContextRecord::Release() {
   Edges edges;  // these end outside the lock
-  absl::btree_map<PassId, std::shared_ptr<PassHandle>> done;
+  std::map<PassId, std::shared_ptr<PassHandle>> done;
   Released released;
   {
     absl::MutexLock lock(&mu_);
