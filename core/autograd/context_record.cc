@@ -181,9 +181,10 @@ void ContextRecord::LeafGradient::SetCountsInNorms(bool counts) {
 std::shared_ptr<ContextRecord::LeafGradient> ContextRecord::GradientToAddTo(
     const at::Tensor& leaf) {
   if (gradients_dropped_) return nullptr;
-  auto& slot = gradients_[leaf.unsafeGetTensorImpl()];
-  if (slot == nullptr) slot = std::make_shared<LeafGradient>(leaf);
-  return slot;
+  const auto found = gradients_.find(leaf.unsafeGetTensorImpl());
+  if (found != gradients_.end()) return found->second;
+  return gradients_.emplace(leaf.unsafeGetTensorImpl(), std::make_shared<LeafGradient>(leaf))
+      .first->second;
 }
 
 void ContextRecord::AddToGradient(const at::Tensor& leaf, at::Tensor gradient) {
@@ -460,10 +461,11 @@ ContextRecord::Released ContextRecord::Release() {
   Released released;
   {
     absl::MutexLock lock(&mu_);
+    // First, as there may be no memory for it. The rest needs none.
+    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
     released_ = true;
     std::swap(edges, edges_);
     done.swap(done_);
-    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
   }
   LeafGradients gradients;
   absl::MutexLock lock(&gradients_mu_);
