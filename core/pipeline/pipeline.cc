@@ -267,7 +267,12 @@ absl::StatusOr<PipelineResult> Pipeline::Run(const Schedule& schedule, const Con
     StepCalls calls(worker_, options_.name, deadline, cancellation);
     std::vector<Future<Message>> begun(schedule.ranks());
     std::vector<int> asked;  // ranks
-    absl::Cleanup give_back = [&] { GiveBack(schedule, plan.step, asked); };
+    absl::Cleanup give_back = [&] {
+      // A begin that is on its way, as where there was no memory to wait for it, would come behind
+      // this, and even behind that of the next step.
+      calls.Wait().IgnoreError();
+      GiveBack(schedule, plan.step, asked);
+    };
     // All of them know of the step before anything of it is sent. They are asked one after the
     // other, by all drivers in one order: of two that begin at one moment, the one that is first on
     // the first worker that both need has the others, too.
