@@ -24,8 +24,7 @@ namespace distgrad {
 namespace {
 
 // More than the C interface allocates before something begins behind a handle. What that does
-// without memory is not its business; nor could it be tried here where it has hash tables, as
-// Abseil's do not survive an allocation that throws.
+// without memory is not its business.
 constexpr int kOfTheInterface = 100;
 
 // Fewer than a step of a pipeline makes before its first call. When it ends for want of memory

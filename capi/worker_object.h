@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/node_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
@@ -154,7 +153,7 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   // The uses of threads other than those that run this worker's handlers: the worker's end waits
   // for them.
   int uses_ ABSL_GUARDED_BY(mu_) = 0;
-  absl::node_hash_set<std::string> names_ ABSL_GUARDED_BY(mu_);
+  std::set<std::string> names_ ABSL_GUARDED_BY(mu_);
   std::set<std::shared_ptr<EndsWithWorker>> attached_ ABSL_GUARDED_BY(mu_);
   // Ended with the worker, though contexts may keep what is left of it.
   std::vector<std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);

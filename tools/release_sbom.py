@@ -68,7 +68,7 @@ LICENCES = {
 # What the released library contains or comes with; the rest of what is pinned for C++ only builds and
 # tests it.
 SHIPPED = {
-    "abseil": "compiled into libdistgrad.so.1",
+    "abseil": "compiled into libdistgrad.so.1, changed by third_party/abseil/exceptions.patch",
     "nlohmann-json3-dev": "compiled into libdistgrad.so.1 (headers)",
     "libtensorpipe-dev": "compiled into libdistgrad.so.1 (headers)",
     "libnop-dev": "compiled into libdistgrad.so.1 (headers)",

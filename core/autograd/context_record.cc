@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -81,7 +82,7 @@ bool ContextRecord::CheapToRunInline() const {
 
 bool ContextRecord::LosePeer(WorkerRank peer, const absl::Status& why) {
   absl::MutexLock lock(&mu_);
-  if (!peers_.contains(peer)) return false;
+  if (peers_.count(peer) == 0) return false;
   lost_.try_emplace(peer, why);
   return true;
 }
@@ -180,9 +181,10 @@ void ContextRecord::LeafGradient::SetCountsInNorms(bool counts) {
 std::shared_ptr<ContextRecord::LeafGradient> ContextRecord::GradientToAddTo(
     const at::Tensor& leaf) {
   if (gradients_dropped_) return nullptr;
-  auto& slot = gradients_[leaf.unsafeGetTensorImpl()];
-  if (slot == nullptr) slot = std::make_shared<LeafGradient>(leaf);
-  return slot;
+  const auto found = gradients_.find(leaf.unsafeGetTensorImpl());
+  if (found != gradients_.end()) return found->second;
+  return gradients_.emplace(leaf.unsafeGetTensorImpl(), std::make_shared<LeafGradient>(leaf))
+      .first->second;
 }
 
 void ContextRecord::AddToGradient(const at::Tensor& leaf, at::Tensor gradient) {
@@ -455,14 +457,15 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
 
 ContextRecord::Released ContextRecord::Release() {
   Edges edges;  // these end outside the lock
-  absl::btree_map<PassId, std::shared_ptr<PassHandle>> done;
+  std::map<PassId, std::shared_ptr<PassHandle>> done;
   Released released;
   {
     absl::MutexLock lock(&mu_);
+    // First, as there may be no memory for it. The rest needs none.
+    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
     released_ = true;
     std::swap(edges, edges_);
     done.swap(done_);
-    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
   }
   LeafGradients gradients;
   absl::MutexLock lock(&gradients_mu_);

@@ -7,14 +7,14 @@
 
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/btree_map.h"
-#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -218,10 +218,10 @@ class ContextRecord {
   // Guarded by mu_.
   bool released_ ABSL_GUARDED_BY(mu_) = false;
   Edges edges_ ABSL_GUARDED_BY(mu_);
-  absl::btree_set<WorkerRank> peers_ ABSL_GUARDED_BY(mu_);
+  std::set<WorkerRank> peers_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<PassId, std::shared_ptr<PassHandle>> passes_ ABSL_GUARDED_BY(mu_);
-  absl::btree_map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // peers, and how
-  absl::btree_map<PassId, std::shared_ptr<PassHandle>> done_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);  // peers, and how
+  std::map<PassId, std::shared_ptr<PassHandle>> done_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<PassId, absl::Status> failed_ ABSL_GUARDED_BY(mu_);
   std::deque<PassId> failed_order_ ABSL_GUARDED_BY(mu_);
   PassId last_begun_ ABSL_GUARDED_BY(mu_) = 0;       // on this worker

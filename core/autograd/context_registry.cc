@@ -27,8 +27,9 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
                                                      " are open here; limit contexts_per_peer is ",
                                                      most_));
   }
+  const auto added = contexts_.emplace(id, std::make_shared<ContextRecord>(id, self_)).first;
   ++count;
-  return contexts_.emplace(id, std::make_shared<ContextRecord>(id, self_)).first->second;
+  return added->second;
 }
 
 absl::Status ContextRegistry::WhyGone(ContextId id) const {
@@ -72,7 +73,8 @@ size_t ContextRegistry::size() const {
 
 std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {
   absl::MutexLock lock(&mu_);
-  Remember(id, Gone::kReleased);
+  // Of our own all are known, so that their end needs no memory.
+  if (MakerOf(id) != self_.rank) Remember(id, Gone::kReleased);
   auto it = contexts_.find(id);
   if (it == contexts_.end()) return nullptr;
   std::shared_ptr<ContextRecord> record = std::move(it->second);
@@ -83,8 +85,10 @@ std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {
 }
 
 void ContextRegistry::Remember(ContextId id, Gone how) {
-  if (!gone_.emplace(id, how).second) return;
+  if (gone_.contains(id)) return;
+  // In this order, as there may be no memory for either: what is in order alone does no harm.
   gone_order_.push_back(id);
+  gone_.emplace(id, how);
   if (gone_order_.size() > kRemembered) {
     gone_.erase(gone_order_.front());
     gone_order_.pop_front();

@@ -46,7 +46,7 @@ class ContextRegistry {
   std::vector<std::shared_ptr<ContextRecord>> All() const;
   size_t size() const;
 
-  // Forgets a context; null if it is not known (any more).
+  // Forgets a context; null if it is not known (any more). Needs no memory for one of this worker.
   std::shared_ptr<ContextRecord> Remove(ContextId id);
 
  private:

@@ -253,7 +253,7 @@ void Engine::Handle(WorkerRank from, Batches batches, RunHere here) {
     const Notice& first = batch.notices.front();
     if (first.kind == Notice::Kind::kRelease) {
       // The origin alone ends its contexts; whoever lost it speaks for itself.
-      if (MakerOf(first.context) != services_.self) ReleaseFrom(first.context, from, WasReleased());
+      if (MakerOf(first.context) != services_.self) ReleaseFrom(first.context, from, WasReleased);
     } else if (first.kind == Notice::Kind::kKnown) {
       OnKnown(first.context, from);
     } else {
@@ -308,7 +308,8 @@ void Engine::OnPeerLost(WorkerRank peer, const absl::Status& why) {
     const bool was_peer = context->LosePeer(peer, why);
     for (const auto& run : context->Passes()) run->OnPeerLost(peer, why);
     if (MakerOf(id) == peer) {
-      ReleaseFrom(id, peer, Annotate(why, "the worker that made the context is lost"));
+      ReleaseFrom(id, peer,
+                  [&] { return Annotate(why, "the worker that made the context is lost"); });
     } else if (was_peer && MakerOf(id) != services_.self) {
       // The release may have been going to come by way of that worker.
       if (context->AddPeer(MakerOf(id)).ok())
@@ -326,16 +327,35 @@ void Engine::OnKnown(ContextId id, WorkerRank from) {
 
 // ------------------------------------------------------------------------------------- Release
 
-void Engine::Release(ContextId context) { ReleaseFrom(context, std::nullopt, WasReleased()); }
+void Engine::Release(ContextId id) noexcept {
+  const auto release = [this](ContextRecord& context) {
+    End(context, std::nullopt, WasReleased);
+    // Not before, so that one whose passes or peers could not be told is found again.
+    contexts_->Remove(context.id());
+  };
+  try {
+    if (const auto context = contexts_->Find(id)) release(*context);
+    if (!has_unfinished_releases_.exchange(false)) return;
+    for (const auto& context : contexts_->All()) {
+      if (context->released()) release(*context);
+    }
+  } catch (...) {  // there was no memory
+    has_unfinished_releases_ = true;
+  }
+}
 
-void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from, const absl::Status& why) {
-  std::shared_ptr<ContextRecord> context = contexts_->Remove(id);
-  if (context == nullptr) return;
-  ContextRecord::Released released = context->Release();
-  for (const auto& run : released.passes) run->Fail(why);
-  for (WorkerRank peer : context->Peers()) {
+void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
+                         absl::FunctionRef<absl::Status()> why) {
+  if (const auto context = contexts_->Remove(id)) End(*context, from, why);
+}
+
+void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,
+                 absl::FunctionRef<absl::Status()> why) {
+  ContextRecord::Released released = context.Release();
+  for (const auto& run : released.passes) run->Fail(why());
+  for (WorkerRank peer : context.Peers()) {
     if (peer == from || peer == services_.self) continue;
-    Send(peer, {.kind = Notice::Kind::kRelease, .context = id});
+    Send(peer, {.kind = Notice::Kind::kRelease, .context = context.id()});
   }
   // Whoever hears of it from another worker may be the thread of the sockets, which must not wait.
   if (from.has_value() && released.observer != nullptr) {

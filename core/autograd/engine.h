@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -73,8 +74,9 @@ class Engine {
   Future<Unit> Backward(const std::shared_ptr<ContextRecord>& context,
                         std::vector<at::Tensor> roots, BackwardOptions options, bool run_here);
 
-  // Ends a context here and on every worker that knows of it. Idempotent.
-  void Release(ContextId context);
+  // Ends a context of this worker here and on every worker that knows of it. Idempotent. Needs no
+  // memory: what it has none for, such as telling the other workers, the next release does.
+  void Release(ContextId id) noexcept;
 
   // ---- From the network. Short: nodes run on the pool.
 
@@ -133,15 +135,20 @@ class Engine {
   void Refuse(WorkerRank to, const Notice& notice, const absl::Status& why);
   void Send(WorkerRank to, const Notice& notice);
   void OnKnown(ContextId id, WorkerRank from);
+  // Forgets the context, if it is known, and ends it.
+  void ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
+                   absl::FunctionRef<absl::Status()> why);
   // Ends the context here, its passes with `why`, and on its peers but for `from`. A peer whose
   // part of a pass does not hear of `why` before the release says only that.
-  void ReleaseFrom(ContextId id, std::optional<WorkerRank> from, const absl::Status& why);
+  void End(ContextRecord& context, std::optional<WorkerRank> from,
+           absl::FunctionRef<absl::Status()> why);
 
   PassServices services_;
   ContextRegistry* const contexts_;
   std::atomic<uint64_t> last_edge_;
   std::atomic<uint64_t> last_pass_;
   std::atomic<bool> closed_{false};
+  std::atomic<bool> has_unfinished_releases_{false};  // of contexts that are still known
 };
 
 }  // namespace distgrad

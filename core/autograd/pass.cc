@@ -1,6 +1,7 @@
 // Advances the state machine of a pass: what each notice changes, and what follows from it.
 #include "core/autograd/pass.h"
 
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,7 +24,7 @@ void Pass::Engage(std::optional<WorkerRank> parent, std::optional<EdgeId> by) {
     if (parent.has_value()) peers_.insert(*parent);
     return Abort(plan.status(), std::nullopt);
   }
-  absl::btree_set<WorkerRank> certain(plan->certain.begin(), plan->certain.end());
+  std::set<WorkerRank> certain(plan->certain.begin(), plan->certain.end());
   for (const EdgeEnd& end : plan->sends) awaited_.emplace(end.edge, end.peer);
   peers_.insert(plan->peers.begin(), plan->peers.end());
   if (parent.has_value()) peers_.insert(*parent);
@@ -36,7 +37,7 @@ void Pass::Engage(std::optional<WorkerRank> parent, std::optional<EdgeId> by) {
   }
   // Every peer must hear of the pass without waiting for us, who may be waiting for it.
   for (WorkerRank peer : peers_) {
-    if (certain.contains(peer) || peer == parent) continue;
+    if (certain.count(peer) > 0 || peer == parent) continue;
     host_->SendStart(peer);
     CountSent(peer);
   }
@@ -45,7 +46,7 @@ void Pass::Engage(std::optional<WorkerRank> parent, std::optional<EdgeId> by) {
 bool Pass::CountSent(WorkerRank to) {
   // What a worker sends itself cannot outlive its own part of the pass; and one that has sent us
   // something takes part, and is not done before it has what it waits for.
-  if (to == self_ || owed_.contains(to)) return false;
+  if (to == self_ || owed_.count(to) > 0) return false;
   ++unacknowledged_[to];
   return true;
 }
@@ -134,7 +135,7 @@ void Pass::OnLateRecv(EdgeEnd edge) {
       // The other end may be waiting for it, and as long as it does the pass is not over. If so,
       // it has said something, or will: it saw to it that we hear of the pass.
       if (edge.peer == self_) return;
-      if (owed_.contains(edge.peer))
+      if (owed_.count(edge.peer) > 0)
         host_->SendNoGradient(edge, /*uncounted=*/true);
       else
         late_[edge.peer].push_back(edge);
@@ -154,7 +155,7 @@ void Pass::Fail(const absl::Status& why) {
 }
 
 void Pass::OnPeerLost(WorkerRank peer, const absl::Status& why) {
-  if (state_ != State::kRunning || !peers_.contains(peer)) return;
+  if (state_ != State::kRunning || peers_.count(peer) == 0) return;
   peers_.erase(peer);
   Abort(why, peer);
 }

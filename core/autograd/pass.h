@@ -5,11 +5,11 @@
 #define DISTGRAD_CORE_AUTOGRAD_PASS_H_
 
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <set>
 #include <vector>
 
-#include "absl/container/btree_map.h"
-#include "absl/container/btree_set.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/base/ids.h"
@@ -104,9 +104,9 @@ class Pass {
   // The send nodes that still wait for their message.
   std::vector<EdgeEnd> Awaited() const;
   // The workers that are told if it fails; while it runs, and after it failed.
-  const absl::btree_set<WorkerRank>& peers() const { return peers_; }
+  const std::set<WorkerRank>& peers() const { return peers_; }
   // The number of our messages that each peer has not acknowledged. No zeros.
-  const absl::btree_map<WorkerRank, uint32_t>& Unacknowledged() const { return unacknowledged_; }
+  const std::map<WorkerRank, uint32_t>& Unacknowledged() const { return unacknowledged_; }
 
  private:
   enum class State {
@@ -131,13 +131,13 @@ class Pass {
 
   State state_ = State::kNotEngaged;
   std::optional<WorkerRank> parent_;  // whose message engaged this worker; none on the initiator
-  absl::btree_set<WorkerRank> peers_;
-  absl::btree_map<EdgeId, WorkerRank> awaited_;  // send nodes without their message yet
+  std::set<WorkerRank> peers_;
+  std::map<EdgeId, WorkerRank> awaited_;  // send nodes without their message yet
   // Messages not yet acknowledged by us, by sender; all senders that there were.
-  absl::btree_map<WorkerRank, uint32_t> owed_;
-  absl::btree_map<WorkerRank, uint32_t> unacknowledged_;  // messages of ours; no zeros
+  std::map<WorkerRank, uint32_t> owed_;
+  std::map<WorkerRank, uint32_t> unacknowledged_;  // messages of ours; no zeros
   // Edges that came late, of workers that may not be engaged yet.
-  absl::btree_map<WorkerRank, std::vector<EdgeEnd>> late_;
+  std::map<WorkerRank, std::vector<EdgeEnd>> late_;
   bool local_done_ = false;
   absl::Status why_;  // if failed
 };

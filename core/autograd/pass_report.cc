@@ -1,5 +1,6 @@
 // Describes a pass: its state for Engine::State(), and past its deadline a report for the
 // initiator.
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -63,7 +64,7 @@ void PassRun::TakeReportOnStrand(WorkerRank from, const Notice& report) {
   if (!reports_.has_value() || !reports_->heard.insert(from).second) return;
   reports_->missing.erase(from);
   for (const WorkerRank peer : report.peers) {
-    if (peer != services_->self && !reports_->heard.contains(peer)) reports_->missing.insert(peer);
+    if (peer != services_->self && reports_->heard.count(peer) == 0) reports_->missing.insert(peer);
   }
   if (!report.awaited.empty() && reports_->parts.size() < kMaxReports)
     reports_->parts.push_back(report.awaited);
@@ -87,7 +88,7 @@ std::string PassRun::DescribeAwaitedOnStrand() {
   // Of the edges only so many are named.
   constexpr size_t kNamed = 8;
   std::vector<std::string> parts;
-  absl::btree_map<WorkerRank, std::vector<std::string>> by_peer;
+  std::map<WorkerRank, std::vector<std::string>> by_peer;
   for (const EdgeEnd& end : pass_.Awaited()) by_peer[end.peer].push_back(absl::StrCat(end.edge));
   for (auto& [peer, edges] : by_peer) {
     const size_t count = edges.size();

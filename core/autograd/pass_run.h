@@ -9,14 +9,14 @@
 #include <atomic>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/btree_map.h"
-#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/functional/any_invocable.h"
@@ -96,8 +96,8 @@ class PassRun : public PassHandle,
 
   // What the workers that take part were waiting for when the initiator's deadline passed.
   struct Reports {
-    absl::btree_set<WorkerRank> heard;    // workers that have reported
-    absl::btree_set<WorkerRank> missing;  // workers that were told of the abort, and have not
+    std::set<WorkerRank> heard;    // workers that have reported
+    std::set<WorkerRank> missing;  // workers that were told of the abort, and have not
     std::vector<std::string> parts;
   };
 
@@ -180,7 +180,7 @@ class PassRun : public PassHandle,
   size_t known_recvs_ = 0;  // those that the plan has
   absl::flat_hash_map<EdgeId, Graph::Index> send_roots_;
   Graph::Index root_ = Graph::kNone;  // of the roots
-  absl::btree_map<WorkerRank, absl::InlinedVector<Packet, 1>> outbox_;
+  std::map<WorkerRank, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
   bool ended_ = false;                // and that all were told
   bool told_ = false;                 // the caller that waits for it, on the initiator

@@ -615,8 +615,7 @@ void Membership::Forget(const Words& words, const WorkerInfo& member, const Loss
   if (told == lost_.end() || told->second.word > words.last) return;
   const Incarnation incarnation = told->second.lost.worker.incarnation;
   if (incarnation > member.incarnation) return;  // what was read of it is older
-  // That an earlier loss was taken back says nothing of a later one, which is on its way there.
-  const bool is_denied = loss.is_denied && words.unsaid.count(member.rank) == 0;
+  const bool is_denied = words.IsDenied(member.rank, loss);
   if (!member.left && incarnation == member.incarnation && !is_denied) return;
   lost_.erase(told);
   said_.erase(member.rank);
@@ -639,11 +638,9 @@ absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<Worker
         losses.lost.push_back({members[i], std::move(loss.reason)});
       }
     }
-    if (!loss.is_denied) continue;
-    // That an earlier loss was taken back says nothing of a later one, which is on its way there.
-    const bool is_said = words.unsaid.count(members[i].rank) == 0;
-    losses.are_all_said = losses.are_all_said && is_said;
-    if (is_said) losses.denied.push_back(members[i]);
+    const bool is_denied = words.IsDenied(members[i].rank, loss);
+    if (is_denied) losses.denied.push_back(members[i]);
+    losses.are_all_said = losses.are_all_said && is_denied == loss.is_denied;
   }
   return losses;
 }

@@ -209,6 +209,12 @@ class Membership {
   struct Words {
     uint64_t last = 0;
     std::map<WorkerRank, int> unsaid = {};
+
+    // Whether a member has taken back what it was told lost for. That an earlier loss was taken
+    // back says nothing of a later one, which is on its way there.
+    bool IsDenied(WorkerRank member, const Loss& loss) const {
+      return loss.is_denied && unsaid.count(member) == 0;
+    }
   };
   Words WordsSoFar();
   // Forgets a loss that was told by then, if it is over, as was read after that: the member has

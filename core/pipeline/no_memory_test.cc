@@ -82,5 +82,23 @@ TEST_F(NoMemoryTest, OfAStage) {
   }
 }
 
+// Of whoever calls it: no call of the step that failed is on its way any more, for it might come
+// behind the next step's begin.
+TEST(DriverNoMemoryTest, TheNextStepIsAsGoodAsAny) {
+  Cluster cluster({.workers = 1});
+  const auto stages = *PipelineStages::Create(
+      &cluster[0], "model", {{0, {.forward = [](Tensors in) -> Tensors { return {in[0] * 2}; }}}});
+  const auto pipeline = *Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {WorkerName(0)}, .schedule = *GPipe(1, 1)});
+  const auto evaluate = [&] { return pipeline->Evaluate({at::ones({1, 1})}, {}).status(); };
+  for (int nth = 0, failed = true; failed && !HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    FailAllocation(nth);
+    evaluate().IgnoreError();
+    failed = FailAllocation(-1);
+    EXPECT_EQ(evaluate(), absl::OkStatus());
+  }
+}
+
 }  // namespace
 }  // namespace distgrad

@@ -418,6 +418,9 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
     std::vector<Future<Message>> begun(schedule.ranks());
     std::vector<int> asked;  // ranks
     absl::Cleanup give_back = [&] {
+      // A begin that is on its way, as where there was no memory to wait for it, would come behind
+      // this, and even behind that of the next step.
+      calls.Wait().IgnoreError();
       GiveBack(schedule, plan.step, asked);
       Forget(plan.step);
     };

@@ -154,12 +154,9 @@ class PipelineStages::Impl {
       DG_RETURN_IF_ERROR(CheckMayBegin(*step, before));
       Rank& own = ranks_[first_stage];
       if (own.thread == nullptr) {
-        own.thread = std::make_unique<RankThread>();
-        const absl::Status started = own.thread->Start(rank);
-        if (!started.ok()) {
-          own.thread = nullptr;
-          return started;
-        }
+        auto thread = std::make_unique<RankThread>();
+        DG_RETURN_IF_ERROR(thread->Start(rank));
+        own.thread = std::move(thread);
       }
       earlier = own.AllSteps();
       own.earlier.clear();

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
@@ -75,8 +76,13 @@ uint64_t Agent::Call(WorkerRank to, Request request, const CallTerms& terms, Rep
     const absl::StatusOr<CallTable::Begun> begun = calls_->Begin(call, *link, request.packet);
     if (absl::IsAborted(begun.status())) continue;  // that link has just ended
     if (!begun.ok()) return fail(begun.status());
-    (*link)->Send(std::move(request.packet), std::move(credit),
-                  begun->leaves_now ? 0 : begun->number);
+    try {
+      (*link)->Send(std::move(request.packet), std::move(credit),
+                    begun->leaves_now ? 0 : begun->number);
+    } catch (...) {  // there was no memory
+      calls_->Drop(begun->number);
+      throw;
+    }
     if (terms.deadline != absl::InfiniteFuture() && terms.deadline <= clock_->Now()) {
       calls_->EndLate(begun->number, **link, size);
     }
@@ -232,6 +238,12 @@ absl::Status Agent::Serve(const std::shared_ptr<Link>& link, WorkerRank peer, co
   }
   // A packet that came twice: its call is in flight.
   if (absl::IsAlreadyExists(begun.status())) return absl::OkStatus();
+  // Where there is no memory for what follows. A worker's end waits for the calls that it serves.
+  absl::Cleanup forget = [&] {
+    if (!begun.ok()) return;
+    link->served().FreePlace(frame.call);
+    link->served().End();
+  };
   CallCounters* const counters = calls_->metrics().Find(peer, /*served=*/true, frame.function);
   ++counters->calls;
   counters->bytes_received += size;
@@ -252,6 +264,7 @@ absl::Status Agent::Serve(const std::shared_ptr<Link>& link, WorkerRank peer, co
   // The frame's function points into the packet, so it is copied before the packet moves.
   IncomingCall call(link, peer, frame, deadline, begun.ok() ? *begun : nullptr, begun.status(),
                     {counters, trace_.get(), std::move(span)});
+  std::move(forget).Cancel();
   call.body() = Body{std::move(packet), offset};
   service_->OnCall(std::move(call));
   return absl::OkStatus();

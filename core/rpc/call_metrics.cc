@@ -10,11 +10,13 @@ CallCounters* CallMetrics::Find(WorkerRank peer, bool served, absl::string_view 
   absl::MutexLock lock(&mu_);
   Table& table = tables_[uint32_t{peer} * 2 + (served ? 1 : 0)];
   auto found = table.find(function);
-  if (found == table.end()) {
+  if (found == table.end() && table.size() >= kNames) {
     // The first name too many makes the one entry more.
-    if (table.size() >= kNames) function = kOther;
-    found = table.try_emplace(std::string(function)).first;
-    if (found->second == nullptr) found->second = std::make_unique<CallCounters>();
+    function = kOther;
+    found = table.find(function);
+  }
+  if (found == table.end()) {
+    found = table.emplace(std::string(function), std::make_unique<CallCounters>()).first;
   }
   return found->second.get();
 }

@@ -55,21 +55,37 @@ absl::StatusOr<CallTable::Begun> CallTable::Begin(Call& call, std::shared_ptr<Li
     if (closed_) return absl::CancelledError("this worker is shutting down");
     DG_RETURN_IF_ERROR(CheckLimits(*link));
     begun.number = ++last_call_;
-    SetCall(begun.number, TimeLeft(call.deadline, call.begun).value_or(1), &request.bytes);
+    // First, as there may be no memory for it.
+    Call& own = calls_.emplace(begun.number, std::move(call)).first->second;
+    SetCall(begun.number, TimeLeft(own.deadline, own.begun).value_or(1), &request.bytes);
     ++links_[link->number()];
     ++counters->calls;
-    counters->bytes_sent += call.bytes;
-    if (call.span != nullptr) call.span->call = begun.number;
-    arming = ArmTimer(call.deadline);
+    counters->bytes_sent += own.bytes;
+    if (own.span != nullptr) own.span->call = begun.number;
+    arming = ArmTimer(own.deadline);
     // While the timer is set, or the connection comes, the call may end.
-    begun.leaves_now = arming.number == 0 && link->ready(call.bytes);
-    call.has_left = begun.leaves_now;
-    call.counters = counters;
-    call.link = std::move(link);
-    calls_.emplace(begun.number, std::move(call));
+    begun.leaves_now = arming.number == 0 && link->ready(own.bytes);
+    own.has_left = begun.leaves_now;
+    own.counters = counters;
+    own.link = std::move(link);
   }
-  SetTimer(arming);
+  try {
+    SetTimer(arming);
+  } catch (...) {
+    Drop(begun.number);
+    throw;
+  }
   return begun;
+}
+
+void CallTable::Drop(uint64_t number) {
+  std::optional<Call> dropped;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  const auto found = calls_.find(number);
+  if (found == calls_.end()) return;
+  dropped = TakeOut(found);
+  ++dropped->counters->errors;
+  ++dropped->counters->ended;
 }
 
 bool CallTable::OnLeaving(uint64_t number, Packet& request) {
@@ -208,18 +224,24 @@ void CallTable::Close(const absl::Status& why) {
 
 CallTable::Arming CallTable::ArmTimer(absl::Time deadline) {
   if (closed_ || deadline >= timer_.at) return {};
-  const Arming arming{++last_timer_, deadline, timer_.id};
+  const Arming arming{++last_timer_, deadline, timer_};
   timer_ = {.number = arming.number, .at = deadline};
   return arming;
 }
 
 void CallTable::SetTimer(const Arming& arming) {
   if (arming.number == 0) return;
-  if (arming.stale) clock_->Cancel(*arming.stale);
-  const Clock::TimerId id =
-      clock_->At(arming.at, [weak = weak_from_this(), number = arming.number] {
-        if (auto self = weak.lock()) self->OnTimer(number);
-      });
+  Clock::TimerId id;
+  try {
+    id = clock_->At(arming.at, [weak = weak_from_this(), number = arming.number] {
+      if (auto self = weak.lock()) self->OnTimer(number);
+    });
+  } catch (...) {  // there was no memory
+    absl::MutexLock lock(&mu_);
+    if (timer_.number == arming.number) timer_ = arming.before;
+    throw;
+  }
+  if (arming.before.id) clock_->Cancel(*arming.before.id);
   {
     absl::MutexLock lock(&mu_);
     if (timer_.number == arming.number) {

@@ -73,6 +73,8 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
     bool leaves_now = false;
   };
   absl::StatusOr<Begun> Begin(Call& call, std::shared_ptr<Link> link, Packet& request);
+  // Forgets a call whose request could not be sent; its Done is not called, and ends.
+  void Drop(uint64_t number);
   // See Link::Owner::OnLeaving().
   bool OnLeaving(uint64_t number, Packet& request);
 
@@ -111,7 +113,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   struct Arming {
     uint64_t number = 0;  // 0: nothing is to be done
     absl::Time at;
-    std::optional<Clock::TimerId> stale;  // the clock's timer that this one replaces
+    Timer before;  // which this one replaces
   };
   Arming ArmTimer(absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void SetTimer(const Arming& arming) ABSL_LOCKS_EXCLUDED(mu_);

@@ -2,6 +2,7 @@
 #include "core/rpc/call_table.h"
 
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "core/base/wire.h"
 #include "core/rpc/frame.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -136,6 +138,31 @@ TEST_F(CallTableTest, EachEndsAtItsOwnDeadline) {
   EXPECT_EQ(table_->size(), 1u);
   EXPECT_FALSE(table_->OnLeaving(late, request));
   table_->Close(absl::CancelledError("end"));
+}
+
+TEST_F(CallTableTest, OneThatFindsNoMemoryLeavesNothing) {
+  const auto table = NewTable({.calls_per_peer = 1});
+  const auto link = NewLink(*table);
+  int nth = 0;
+  for (bool begun = false; !begun; ++nth) {
+    CallTable::Call call = NewCall(absl::Seconds(10));
+    Packet request = Request();
+    FailAllocation(nth);
+    try {
+      begun = table->Begin(call, link, request).ok();
+      EXPECT_FALSE(FailAllocation(-1));
+      ASSERT_TRUE(begun);
+    } catch (const std::bad_alloc&) {
+      EXPECT_TRUE(FailAllocation(-1));
+      ASSERT_EQ(table->size(), 0u) << nth;
+    }
+  }
+  EXPECT_GT(nth, 2);
+  // Its deadline has a timer.
+  EXPECT_TRUE(ended_.empty());
+  clock_.Advance(absl::Seconds(10));
+  EXPECT_EQ(ended_.size(), 1u);
+  table->Close(absl::CancelledError("end"));
 }
 
 TEST_F(CallTableTest, NoneBeginsAfterTheEnd) {

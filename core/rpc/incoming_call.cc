@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 
 namespace distgrad {
@@ -46,16 +47,16 @@ class IncomingCall::Impl {
     const auto to = std::exchange(link, nullptr);
     if (auto credit = to->window()->TryAcquire(size)) {
       to->served().FreePlace(call);
+      const absl::Cleanup end = [&] { to->served().End(); };
       to->Send(std::move(packet), *std::move(credit));
-      to->served().End();
       return;
     }
     // It stays one that is served, and so counts against those limits.
     to->window()->AcquireAsync(size, [to, call = call, packet = std::move(packet)](
                                          absl::StatusOr<SendWindow::Credit> credit) mutable {
       to->served().FreePlace(call);
+      const absl::Cleanup end = [&] { to->served().End(); };
       if (credit.ok()) to->Send(std::move(packet), *std::move(credit));
-      to->served().End();
     });
   }
 
@@ -67,8 +68,10 @@ class IncomingCall::Impl {
     const auto to = std::exchange(link, nullptr);
     const bool was_begun = cancellation != nullptr;  // it was not refused
     if (was_begun) to->served().FreePlace(call);
+    const absl::Cleanup end = [&] {
+      if (was_begun) to->served().End();
+    };
     to->Send(std::move(packet));
-    if (was_begun) to->served().End();
   }
 
   std::shared_ptr<Link> link;  // null once answered

@@ -2,6 +2,7 @@
 #include "core/rpc/link_table.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -90,7 +91,7 @@ void LinkTable::Start() {
 }
 
 void LinkTable::Close(const absl::Status& why) {
-  absl::btree_map<uint64_t, Entry> links;
+  std::map<uint64_t, Entry> links;
   std::optional<Clock::TimerId> timer;
   {
     absl::MutexLock lock(&mu_);

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,7 +17,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -206,7 +206,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   mutable absl::Mutex mu_;
   MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kHolding};
   // The links that have not ended, by their number; and of those the one for each peer.
-  absl::btree_map<uint64_t, Entry> links_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, Entry> links_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<WorkerRank, std::shared_ptr<Link>> by_peer_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<WorkerRank, Ended> ended_ ABSL_GUARDED_BY(mu_);
   uint64_t last_link_ ABSL_GUARDED_BY(mu_) = 0;

@@ -14,7 +14,7 @@ absl::Status Peers::Start(const WorkerInfo& self, std::vector<WorkerInfo> worker
   if (!workers_.empty()) return absl::FailedPreconditionError("the agent is started already");
   self_ = self;
   for (WorkerInfo& worker : workers) {
-    if (!workers_.contains(worker.rank)) Add(std::move(worker));
+    if (workers_.count(worker.rank) == 0) Add(std::move(worker));
   }
   return absl::OkStatus();
 }
@@ -112,7 +112,7 @@ absl::StatusOr<bool> Peers::UpdatePeer(const WorkerInfo& worker) {
   // That it leaves is heard from itself, too, and maybe before the store knows.
   WorkerInfo now = worker;
   now.left = worker.left || (known.left && !is_new);
-  const bool was_there = !known.left && !lost_.contains(worker.rank);
+  const bool was_there = !known.left && lost_.count(worker.rank) == 0;
   if (is_new || now.left) lost_.erase(worker.rank);
   if (is_new && was_there) {
     Record(MemberEvent::Kind::kLost, known, "it has come back as a new incarnation");
@@ -141,7 +141,7 @@ bool Peers::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_vie
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.left || it->second.incarnation != incarnation ||
-      worker == self_.rank || lost_.contains(worker)) {
+      worker == self_.rank || lost_.count(worker) > 0) {
     return false;
   }
   lost_.emplace(worker, ++last_loss_);
@@ -170,11 +170,11 @@ bool Peers::SetAlive(WorkerRank worker, Incarnation incarnation, uint64_t loss) 
 
 bool Peers::is_lost(WorkerRank worker) const {
   absl::MutexLock lock(&mu_);
-  return lost_.contains(worker);
+  return lost_.count(worker) > 0;
 }
 
 bool Peers::IsWatchable(const WorkerInfo& worker) const {
-  return worker.rank != self_.rank && !worker.left && !lost_.contains(worker.rank);
+  return worker.rank != self_.rank && !worker.left && lost_.count(worker.rank) == 0;
 }
 
 std::vector<WorkerRank> Peers::After(size_t count) const {

@@ -4,12 +4,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/btree_map.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -91,13 +91,13 @@ class Peers {
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   WorkerInfo self_ ABSL_GUARDED_BY(mu_);
-  absl::btree_map<WorkerRank, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, WorkerInfo> workers_ ABSL_GUARDED_BY(mu_);
   // Looked up for each call: the ranks by name, and how many have not left.
   absl::flat_hash_map<std::string, WorkerRank> ranks_ ABSL_GUARDED_BY(mu_);
   size_t size_ ABSL_GUARDED_BY(mu_) = 0;
   // The ranks of workers_ that are lost, and have neither left nor come back, with the numbers of
   // their losses; and the last number.
-  absl::btree_map<WorkerRank, uint64_t> lost_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, uint64_t> lost_ ABSL_GUARDED_BY(mu_);
   uint64_t last_loss_ ABSL_GUARDED_BY(mu_) = 0;
   bool keeps_events_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);

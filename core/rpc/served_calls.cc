@@ -28,13 +28,15 @@ absl::StatusOr<std::shared_ptr<Cancellation>> ServedCalls::Begin(uint64_t call, 
         "calls of this caller with ", bytes_, " bytes are in flight there, and this one has ",
         bytes, "; limit bytes_per_peer is ", limits_->bytes_per_peer));
   }
+  auto cancellation = std::make_shared<Cancellation>();
+  // Before it is counted, as there may be no memory for it.
+  const auto served = calls_.try_emplace(call, Served{bytes, cancellation}).first;
   if (total_->fetch_add(1) >= limits_->calls) {
     total_->fetch_sub(1);
+    calls_.erase(served);
     return absl::ResourceExhaustedError(
         absl::StrCat("too many calls are in flight there; limit calls is ", limits_->calls));
   }
-  auto cancellation = std::make_shared<Cancellation>();
-  calls_.try_emplace(call, Served{bytes, cancellation});
   bytes_ += bytes;
   return cancellation;
 }

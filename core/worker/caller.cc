@@ -128,6 +128,13 @@ Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& op
     return Failed(CallError(edge.status(), call.request.function, parts_.agent.Describe(to)));
   Promise<Message> promise;
   const Future<Message> future = promise.future();
+  // What needs memory comes before the call, so that none is in flight without its future.
+  if (options.cancellation != nullptr) {
+    const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
+    future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
+      cancellation->ForgetWithoutWaiting(watch);
+    });
+  }
   const CallTerms terms{.deadline = call.deadline,
                         .wait_for_credit = wait,
                         .cancellation = options.cancellation.get(),
@@ -148,12 +155,8 @@ Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& op
       });
   if (number == 0) return future;
   future.MadeBy(parts_.agent.canceller(), number, parts_.loop);
-  if (options.cancellation != nullptr) {
-    const uint64_t watch = options.cancellation->OnCancel([future] { future.Cancel(); });
-    future.Then([cancellation = options.cancellation, watch](const absl::StatusOr<Message>&) {
-      cancellation->ForgetWithoutWaiting(watch);
-    });
-  }
+  // A cancel before that has not reached the call.
+  if (options.cancellation != nullptr && options.cancellation->cancelled()) future.Cancel();
   return future;
 }
 
@@ -237,6 +240,7 @@ std::vector<Future<Message>> Caller::CallEach(absl::Span<const WorkerRef> to,
   const bool shared = !HasDeviceTensors(message.tensors);
   std::optional<absl::StatusOr<Outgoing>> call;
   std::vector<Future<Message>> replies;
+  replies.reserve(to.size());
   for (const WorkerRef& worker : to) {
     const absl::StatusOr<WorkerRank> rank = Find(worker);
     if (!rank.ok()) {

@@ -20,7 +20,7 @@ Context::~Context() {
   if (is_origin_) Release();
 }
 
-void Context::Release() {
+void Context::Release() noexcept {
   if (record_ != nullptr) owner_->engine().Release(record_->id());
 }
 

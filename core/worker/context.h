@@ -77,8 +77,9 @@ class Context {
   // and device of the leaf; else it fails as Gradient() does.
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const;
 
-  // Ends the context on every worker; a pass in flight fails. Idempotent, does not wait.
-  void Release();
+  // Ends the context on every worker; a pass in flight fails. Idempotent, does not wait. Needs no
+  // memory; where there is none, the other workers may hear of it with the next release only.
+  void Release() noexcept;
 
   const std::shared_ptr<ContextRecord>& record() const { return record_; }
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/node_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -53,8 +52,7 @@ class DeviceMaps {
   const Transport* const transport_;
 
   absl::Mutex mu_;
-  // A map of nodes: of a flat one with such values g++ 12 warns, falsely.
-  absl::node_hash_map<WorkerRank, Known> known_ ABSL_GUARDED_BY(mu_);
+  std::map<WorkerRank, Known> known_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

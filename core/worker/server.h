@@ -3,13 +3,12 @@
 #ifndef DISTGRAD_CORE_WORKER_SERVER_H_
 #define DISTGRAD_CORE_WORKER_SERVER_H_
 
-#include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -88,9 +87,7 @@ class Server {
   std::weak_ptr<Owner> owner_;  // constant after SetOwner()
 
   mutable absl::Mutex mu_;
-  // No hash table: one of Abseil's that finds no memory to grow leads into that of others.
-  std::map<std::string, std::shared_ptr<const Function>, std::less<>> functions_
-      ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<std::string, std::shared_ptr<const Function>> functions_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -30,6 +30,8 @@ def _package_impl(ctx):
 
 def _source_impl(ctx):
     ctx.extract(_fetch(ctx, "source"), stripPrefix = ctx.attr.strip_prefix)
+    for patch in ctx.attr.patches:
+        ctx.patch(patch, strip = 1)
     _build_file(ctx)
 
 _ATTRS = {
@@ -49,6 +51,6 @@ debian_package = repository_rule(
 
 debian_source = repository_rule(
     implementation = _source_impl,
-    attrs = dict(_ATTRS, strip_prefix = attr.string()),
+    attrs = dict(_ATTRS, strip_prefix = attr.string(), patches = attr.label_list(allow_files = True)),
     environ = ["DISTGRAD_CACHE"],
 )

@@ -145,11 +145,13 @@ impl Front<'_> {
             bar.inc(1);
             let Some((checkpoints, every)) = checkpoints else { continue };
             let step = batch + 1;
-            if step % every == 0 || step == count || interrupt::has_come() {
+            // Asked once, so that none that comes during this ends it without its save.
+            let is_last = step == count || interrupt::has_come();
+            if step % every == 0 || is_last {
                 checkpoints.save(step as i64, None)?;
                 bar.suspend(|| println!("saved the checkpoint of step {step}"));
             }
-            if interrupt::has_come() {
+            if is_last {
                 break;
             }
         }

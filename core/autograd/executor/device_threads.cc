@@ -2,6 +2,7 @@
 #include "core/autograd/executor/device_threads.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -9,12 +10,12 @@ namespace distgrad {
 
 ThreadPool* DeviceThreads::Of(c10::Device device) {
   absl::MutexLock lock(&mu_);
-  std::unique_ptr<ThreadPool>& thread = devices_[device];
-  if (thread == nullptr) {
-    thread = std::make_unique<ThreadPool>(absl::StrCat("dg-", device.str()), 1);
-    if (closed_) thread->Close();
+  if (const auto found = devices_.find(device); found != devices_.end()) {
+    return found->second.get();
   }
-  return thread.get();
+  auto thread = std::make_unique<ThreadPool>(absl::StrCat("dg-", device.str()), 1);
+  if (closed_) thread->Close();
+  return devices_.emplace(device, std::move(thread)).first->second.get();
 }
 
 std::vector<ThreadPool*> DeviceThreads::All() const {
