@@ -29,7 +29,9 @@ namespace distgrad {
 
 using Tensors = std::vector<at::Tensor>;
 
-inline at::Tensor Loss(Tensors outputs, Tensors targets) { return at::mse_loss(outputs[0], targets[0]); }
+inline at::Tensor Loss(Tensors outputs, Tensors targets) {
+  return at::mse_loss(outputs[0], targets[0]);
+}
 
 // Layers of the same size, one for each stage. A row is 64 bytes: the last bits of a product depend
 // on how its operands are aligned, and parts of a batch are then as aligned as what was sent.
@@ -141,7 +143,7 @@ inline std::vector<Case> Cases() {
 
 // A step of one process: the same micro-batches, one after the other.
 inline Tensors StepAlone(const Layers& layers, int stages, int micro_batches, bool mean,
-                  const at::Tensor& x, const at::Tensor& y) {
+                         const at::Tensor& x, const at::Tensor& y) {
   Tensors losses;
   const Tensors xs = x.tensor_split(micro_batches), ys = y.tensor_split(micro_batches);
   for (int m = 0; m < micro_batches; ++m) {
