@@ -46,7 +46,9 @@ absl::Status PipelineSteps::Start(Pipeline& pipeline, double learning_rate,
                                   std::vector<at::Tensor> inputs, std::vector<at::Tensor> targets) {
   // A stage runs the steps of one pipeline at a time.
   for (InFlight& step : in_flight_) {
-    if (step.pipeline != &pipeline) Wait(step);
+    if (step.pipeline == &pipeline) continue;
+    Wait(step);
+    DG_RETURN_IF_ERROR(step.status);
   }
   InFlight next;
   next.pipeline = &pipeline;

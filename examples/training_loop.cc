@@ -115,7 +115,9 @@ absl::Status TrainingLoop::RunRound(TrainingTask& task, const Save& save, Progre
   int64_t row_steps = 0;
   int64_t round_items = 0;
   for (bool is_first = true; step_ < end; is_first = false) {
-    if (auto s = StartSteps(task, save != nullptr, end); !s.ok()) return s;
+    // Of several replicas one alone saves, and all end after the same step.
+    const bool saves = !options_.checkpoint.empty();
+    if (auto s = StartSteps(task, saves, end); !s.ok()) return s;
     const absl::StatusOr<TrainingTask::StepResult> step = task.Finish();
     if (!step.ok()) return step.status();
     ++step_;

@@ -50,8 +50,8 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
 
   std::shared_ptr<GradientAverager> averager;
   if (options.replicas > 1) {
-    const auto create_group = [&](absl::string_view name) {
-      return ProcessGroup::Create({.name = absl::StrCat(name, " of rank ", rank),
+    const auto join = [&](std::string name) {
+      return ProcessGroup::Create({.name = std::move(name),
                                    .store = worker->store(),
                                    .rank = replica,
                                    .size = options.replicas,
@@ -61,13 +61,15 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
                                    .cluster_key = worker->cluster_key(),
                                    .certificates = worker->certificates()});
     };
-    // Each for one thread: that of the rank averages while another one waits for the step before.
-    DG_ASSIGN_OR_RETURN(const std::shared_ptr<ProcessGroup> averages, create_group("averages"));
-    DG_ASSIGN_OR_RETURN(server->replicas_, create_group("replicas"));
+    DG_ASSIGN_OR_RETURN(std::shared_ptr<ProcessGroup> group,
+                        join(absl::StrCat("replicas of rank ", rank)));
+    if (rank == 0) {
+      DG_ASSIGN_OR_RETURN(server->leaders_, join("leaders of replicas"));
+    }
     std::vector<NamedTensor> parameters;
     for (const auto& [name, tensor] : server->parameters_) parameters.push_back({name, tensor});
-    DG_ASSIGN_OR_RETURN(averager, GradientAverager::Create(averages, std::move(parameters), {},
-                                                           {.in_backward = false}));
+    DG_ASSIGN_OR_RETURN(averager, GradientAverager::Create(std::move(group), std::move(parameters),
+                                                           {}, {.in_backward = false}));
   }
 
   DG_ASSIGN_OR_RETURN(const std::shared_ptr<LearningRates> rates, LearningRates::Create(worker));
@@ -112,14 +114,14 @@ absl::StatusOr<std::unique_ptr<PipelineTextLearner>> PipelineTextLearner::Create
                                 .workers = workers,
                                 .schedule = WithOptimizerSteps(std::move(schedule))}));
   return std::unique_ptr<PipelineTextLearner>(
-      new PipelineTextLearner(worker, workers, std::move(pipeline), server.replicas()));
+      new PipelineTextLearner(worker, workers, std::move(pipeline), server.leaders()));
 }
 
 PipelineTextLearner::PipelineTextLearner(Worker* worker, std::vector<std::string> workers,
                                          std::unique_ptr<Pipeline> pipeline,
-                                         std::shared_ptr<ProcessGroup> replicas)
+                                         std::shared_ptr<ProcessGroup> leaders)
     : pipeline_(std::move(pipeline)),
-      replicas_(std::move(replicas)),
+      leaders_(std::move(leaders)),
       steps_(worker, std::move(workers)) {}
 
 absl::StatusOr<double> PipelineTextLearner::Step(const TextBatch& batch, double learning_rate) {
@@ -128,8 +130,8 @@ absl::StatusOr<double> PipelineTextLearner::Step(const TextBatch& batch, double 
 }
 
 absl::Status PipelineTextLearner::Start(const TextBatch& batch, double learning_rate) {
-  const int64_t replicas = replicas_ == nullptr ? 1 : replicas_->size();
-  const int64_t replica = replicas_ == nullptr ? 0 : replicas_->rank();
+  const int64_t replicas = leaders_ == nullptr ? 1 : leaders_->size();
+  const int64_t replica = leaders_ == nullptr ? 0 : leaders_->rank();
   const int64_t rows = batch.inputs.size(0) / replicas;
   const auto own = [&](const at::Tensor& all) { return all.narrow(0, replica * rows, rows); };
   return steps_.Start(*pipeline_, learning_rate, {own(batch.inputs)}, {own(batch.targets)});
@@ -137,12 +139,12 @@ absl::Status PipelineTextLearner::Start(const TextBatch& batch, double learning_
 
 absl::StatusOr<double> PipelineTextLearner::Finish() {
   DG_ASSIGN_OR_RETURN(const at::Tensor loss, steps_.Finish());
-  if (replicas_ == nullptr) return loss.item<double>();
+  if (leaders_ == nullptr) return loss.item<double>();
 
   // Each replica waits here until all have taken the step: so a checkpoint may be saved now.
   const at::Tensor said =
       at::stack({loss.to(at::kDouble), at::scalar_tensor(InterruptedBy(), at::kDouble)});
-  DG_RETURN_IF_ERROR(replicas_->Average({said}));
+  DG_RETURN_IF_ERROR(leaders_->Average({said}));
   some_interrupted_ = said[1].item<double>() != 0;
   return said[0].item<double>();
 }
@@ -155,7 +157,7 @@ absl::StatusOr<at::Tensor> PipelineTextLearner::Predict(const at::Tensor& tokens
 }
 
 bool PipelineTextLearner::interrupted() const {
-  return replicas_ == nullptr ? TextLearner::interrupted() : some_interrupted_;
+  return leaders_ == nullptr ? TextLearner::interrupted() : some_interrupted_;
 }
 
 }  // namespace distgrad

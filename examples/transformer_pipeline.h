@@ -34,8 +34,8 @@ class TextStageServer {
   // What a checkpoint has of it. It has to outlive the part that is made of them.
   CheckpointContents Contents() const;
 
-  // Of the workers that have the same stages; null if there is one replica.
-  const std::shared_ptr<ProcessGroup>& replicas() const { return replicas_; }
+  // On a worker that leads a replica: the group of those that do; null if there is one replica.
+  const std::shared_ptr<ProcessGroup>& leaders() const { return leaders_; }
 
  private:
   explicit TextStageServer(std::vector<TransformerStage> parts);
@@ -44,7 +44,7 @@ class TextStageServer {
   const std::vector<TransformerStage> parts_;
   const std::map<std::string, at::Tensor> parameters_;  // of all parts
   const std::unique_ptr<LocalOptimizer> optimizer_;
-  std::shared_ptr<ProcessGroup> replicas_;
+  std::shared_ptr<ProcessGroup> leaders_;
   std::unique_ptr<PipelineStages> stages_;
 };
 
@@ -66,10 +66,12 @@ class PipelineTextLearner : public TextLearner {
 
  private:
   PipelineTextLearner(Worker* worker, std::vector<std::string> workers,
-                      std::unique_ptr<Pipeline> pipeline, std::shared_ptr<ProcessGroup> replicas);
+                      std::unique_ptr<Pipeline> pipeline, std::shared_ptr<ProcessGroup> leaders);
 
   const std::unique_ptr<Pipeline> pipeline_;
-  const std::shared_ptr<ProcessGroup> replicas_;
+  // A group of its own: a rank averages gradients of the next step at the same time, and the
+  // collectives of a group come in one order on all of its ranks.
+  const std::shared_ptr<ProcessGroup> leaders_;
   PipelineSteps steps_;
   bool some_interrupted_ = false;  // with replicas: one of them, by the last step
 };

@@ -132,6 +132,9 @@ class Pipeline {
   // each batch, to the last bit. Where it has none, each step starts from the parameters as they
   // are then; which is good for gradients that are to be added up (SumGradients()).
   //
+  // The tensors are not copied, and must not be written to before the step has ended. Its deadline,
+  // the default one too, counts from this call: what runs before it has to end by then as well.
+  //
   // If a step fails, those that were started behind it fail, too, with kFailedPrecondition or its
   // error; what any of them has done by then its own error says. kFailedPrecondition if one that
   // runs has failed already, for a ninth step that nobody has waited for, and while another thread

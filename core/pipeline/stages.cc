@@ -223,7 +223,9 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> step;
     {
       absl::MutexLock lock(&mu_);
-      DG_ASSIGN_OR_RETURN(step, Find(parcel.to));
+      // One that has failed says why, also where the next one has begun.
+      step = FindKept(parcel.to);
+      if (step == nullptr) return Find(parcel.to).status();
     }
     DG_RETURN_IF_ERROR(step->Deliver(parcel, std::move(request.message.tensors)));
     return Message{};
@@ -234,7 +236,8 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> step;
     {
       absl::MutexLock lock(&mu_);
-      DG_ASSIGN_OR_RETURN(step, Find(ref));
+      step = FindKept(ref);
+      if (step == nullptr) return Find(ref).status();
     }
     return Message{step->Describe(), {}};
   }
@@ -253,13 +256,8 @@ class PipelineStages::Impl {
       // Its function may run after the stages were taken off, or another step has begun.
       if (const auto found = ranks_.find(ref.first_stage); found != ranks_.end()) {
         thread = found->second.thread.get();
-        for (const std::shared_ptr<RankStep>& each : found->second.AllSteps()) {
-          if (each->plan().step == ref.step) step = each;
-        }
-        for (const std::shared_ptr<RankStep>& each : found->second.over) {
-          if (each->plan().step == ref.step) step = each;
-        }
       }
+      step = FindKept(ref);
       if (step == nullptr) unknown = Find(ref).status();
     }
     if (step != nullptr) {
@@ -341,15 +339,9 @@ class PipelineStages::Impl {
   absl::StatusOr<std::shared_ptr<RankStep>> FindToFollow(const StepPlan& plan) const {
     absl::MutexLock lock(&mu_);
     if (closed_) return Closed();
-    if (const auto rank = ranks_.find(FirstStage(plan.rank_of_stage, plan.rank));
-        rank != ranks_.end()) {
-      for (const std::shared_ptr<RankStep>& step : rank->second.AllSteps()) {
-        if (step->plan().step == plan.follows) return step;
-      }
-      for (const std::shared_ptr<RankStep>& step : rank->second.over) {
-        if (step->plan().step == plan.follows) return step;
-      }
-    }
+    std::shared_ptr<RankStep> step =
+        FindKept({plan.follows, FirstStage(plan.rank_of_stage, plan.rank)});
+    if (step != nullptr) return step;
     return absl::FailedPreconditionError(absl::StrCat(
         "worker '", worker_->name(), "' does not know the step of pipeline '", name_,
         "' behind which this one is to come: the worker, or its stages, are new ones"));
@@ -406,6 +398,19 @@ class PipelineStages::Impl {
     return absl::CancelledError(absl::StrCat("the stages of pipeline '", name_, "' on worker '",
                                              worker_->name(), "' were taken off"));
   }
+  // A step of a rank, whether it runs or has ended; null where it is not known any more.
+  std::shared_ptr<RankStep> FindKept(const StepRef& ref) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    const auto rank = ranks_.find(ref.first_stage);
+    if (rank == ranks_.end()) return nullptr;
+    for (const std::shared_ptr<RankStep>& step : rank->second.AllSteps()) {
+      if (step->plan().step == ref.step) return step;
+    }
+    for (const std::shared_ptr<RankStep>& step : rank->second.over) {
+      if (step->plan().step == ref.step) return step;
+    }
+    return nullptr;
+  }
+  // One that is not over.
   absl::StatusOr<std::shared_ptr<RankStep>> Find(const StepRef& ref) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     if (closed_) return Closed();

@@ -331,6 +331,72 @@ TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
   }
 }
 
+// All of them, and not only the one that was started last.
+TEST_P(StepsInFlightTest, StagesThatAreTakenOffEndAllOfThem) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::atomic<int> front_forwards{0};
+  absl::Notification front_waits, go;
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward = [&](Tensors in) {
+    ++front_forwards;
+    return layers.Forward(0, std::move(in));
+  }};
+  own[1][1] = {.forward =
+                   [&](Tensors in) {
+                     if (!front_waits.HasBeenNotified()) front_waits.Notify();
+                     go.WaitForNotification();
+                     return layers.Forward(1, std::move(in));
+                   },
+               .loss = Loss};
+  auto stages = CreateStages(cluster, std::move(own));
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  std::vector<Started> started;
+  for (int i = 0; i < 3; ++i) started.push_back(Start(cluster, *pipeline));
+  front_waits.WaitForNotification();
+  // Does not wait for the back, whose function goes on.
+  stages[0] = nullptr;
+  for (Started& each : started) {
+    const absl::Status status = each.step.Wait().status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kCancelled) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("were taken off"));
+  }
+  EXPECT_EQ(front_forwards, 1);
+  go.Notify();
+}
+
+// A rank that is through with the step, and in a later one, says so.
+TEST_P(StepsInFlightTest, AnErrorOfADeadlineSaysWhatEachRankDid) {
+  Cluster cluster(Workers(2));
+  const Layers layers(2);
+  std::atomic<int> forwards{0};
+  absl::Notification front_is_ahead, all_started;
+  std::vector<std::map<int, PipelineStage>> own(2);
+  own[0][0] = {.forward =
+                   [&](Tensors in) {
+                     if (++forwards == 2) front_is_ahead.Notify();
+                     return layers.Forward(0, std::move(in));
+                   },
+               .step = Nothing};
+  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+               .loss = Loss,
+               .step = [&](const Context&) -> absl::Status {
+                 all_started.WaitForNotification();
+                 return absl::DeadlineExceededError("no step in time");
+               }};
+  const auto stages = CreateStages(cluster, std::move(own));
+  const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
+  Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
+  front_is_ahead.WaitForNotification();
+  const Started third = Start(cluster, *pipeline);
+  all_started.Notify();
+  const absl::Status status = first.step.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("worker 'worker0' is at the end of its list, worker 'worker1' is in the "
+                        "step of stage 1"));
+}
+
 TEST_P(StepsInFlightTest, AWorkerThatIsLostEndsAllOfThem) {
   Cluster cluster(Workers(3));
   const Layers layers(3);
@@ -356,6 +422,45 @@ TEST_P(StepsInFlightTest, AWorkerThatIsLostEndsAllOfThem) {
   stages.clear();
   started.clear();
   cluster.Kill(1);
+}
+
+TEST_P(StepsInFlightTest, ADriverThatIsLostEndsAllOfThem) {
+  Cluster cluster(Workers(3));  // the last one drives
+  const Layers layers(2);
+  absl::Notification stands, go;
+  auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    if (stage == 0 && !stands.HasBeenNotified()) stands.Notify();
+    go.WaitForNotification();
+    return layers.Forward(stage, in);
+  });
+  const Schedule schedule = *GPipe(2, 1);
+  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+  {
+    const auto lost =
+        Pipeline::Create(&cluster[2], {.name = "model", .workers = Names(2), .schedule = schedule});
+    ASSERT_TRUE(lost.ok()) << lost.status();
+    std::vector<Context> contexts;
+    std::vector<PipelineStep> steps;
+    for (int i = 0; i < 3; ++i) {
+      contexts.push_back(cluster[2].NewContext());
+      absl::StatusOr<PipelineStep> step = (*lost)->Start(contexts[i], x, y);
+      ASSERT_TRUE(step.ok()) << step.status();
+      steps.push_back(*std::move(step));
+    }
+    stands.WaitForNotification();
+    cluster[2].Abort();
+    for (PipelineStep& step : steps) EXPECT_FALSE(step.Wait().ok());
+  }
+  stages.pop_back();
+  cluster.Kill(2);
+  go.Notify();
+  const auto pipeline = MakePipeline(cluster, schedule);
+  const Context context = cluster[0].NewContext();
+  absl::Status status;
+  do {  // until its stages' workers have heard of it
+    status = pipeline->Train(context, x, y).status();
+  } while (absl::IsFailedPrecondition(status));
+  EXPECT_EQ(status, absl::OkStatus());
 }
 
 }  // namespace
