@@ -100,21 +100,5 @@ TEST(DriverNoMemoryTest, TheNextStepIsAsGoodAsAny) {
   }
 }
 
-// The thread that leaves a step for which nobody waits finds none, and nobody hears of that.
-TEST_F(NoMemoryTest, OfWhoLeavesAStep) {
-  ASSERT_EQ(Train(), absl::OkStatus());
-  for (int nth = 0; nth < 20; ++nth) {
-    SCOPED_TRACE(absl::StrCat("allocation ", nth));
-    const Context context = cluster_[0].NewContext();
-    {
-      const absl::StatusOr<PipelineStep> step = pipeline_->Start(context, {at::ones({4, 1})}, {});
-      ASSERT_EQ(step.status(), absl::OkStatus());
-      FailAllocation(nth);
-    }
-    FailAllocation(-1);
-    EXPECT_EQ(Train(), absl::OkStatus());
-  }
-}
-
 }  // namespace
 }  // namespace distgrad

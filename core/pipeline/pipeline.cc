@@ -250,10 +250,7 @@ PipelineStep& PipelineStep::operator=(PipelineStep&& other) noexcept {
 PipelineStep::~PipelineStep() {
   if (running_ == nullptr) return;
   running_->cancellation->Cancel(running_->left);
-  try {
-    running_->pipeline->Finish(*running_).status().IgnoreError();
-  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): its calls end it all the same
-  }
+  running_->pipeline->Finish(*running_).status().IgnoreError();
 }
 
 absl::StatusOr<PipelineResult> PipelineStep::Wait() {
@@ -512,8 +509,8 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
 }
 
 absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
+  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
   const absl::Cleanup forget = [&] { Forget(step.step); };
-  const auto who = [&] { return absl::StrCat("pipeline '", options_.name, "'"); };
   try {
     const at::AutoGradMode grad_mode(false);
     PipelineResult result;
@@ -521,7 +518,7 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
     try {
       ran = step.calls.Wait();
       // The ranks hear of it, too, if that fails: for whoever waits for this, the step has failed.
-      if (ran.ok()) ran = Annotate(step.Read(&result), who());
+      if (ran.ok()) ran = Annotate(step.Read(&result), who);
     } catch (...) {  // there was no memory
       ran = StatusFromException(std::current_exception());
     }
@@ -537,7 +534,7 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
                   untold_.upper_bound({step.step, std::numeric_limits<int>::max()}));
     return result;
   } catch (...) {
-    return Annotate(StatusFromException(std::current_exception()), who());
+    return Annotate(StatusFromException(std::current_exception()), who);
   }
 }
 
