@@ -119,6 +119,8 @@ void Pipelines(dg::Worker& worker) {
   EXPECT_EQ(dg::Schedule::GPipe(1, 3).data().lists[0].size(), 6u);
   EXPECT_EQ(dg::Schedule::ZeroBubbleH1(1, 1).data().lists[0].size(), 2u);
   EXPECT_EQ(dg::Schedule::ZeroBubbleH2(1, 1).data().lists[0].size(), 2u);
+  EXPECT_EQ(dg::Schedule::ZeroBubble(2, 8, 3).data().max_activations,
+            (std::vector<uint32_t>{4, 4}));
   EXPECT_EQ(dg::Schedule::InterleavedOneForwardOneBackward(1, 2, 1).data().lists[0].size(), 4u);
   data.max_activations.pop_back();
   EXPECT_EQ(CodeOf([&] { dg::Schedule{data}; }), DG_INVALID_ARGUMENT);
@@ -191,6 +193,17 @@ void Pipelines(dg::Worker& worker) {
   ASSERT_EQ(result.outputs.size(), 2u);
   EXPECT_EQ(result.outputs[1][0].data<float>()[0], 2 * 2 * -19);
   EXPECT_FALSE(result.loss);
+  {
+    const dg::Context of_first(worker), of_second(worker);
+    dg::PipelineStep first = pipeline.Start(of_first, {x}, {y});
+    dg::PipelineStep second = pipeline.Start(of_second, {x}, {y});
+    EXPECT_EQ(CodeOf([&] { pipeline.Train(of_first, {x}, {y}); }), DG_FAILED_PRECONDITION);
+    dg::PipelineStep moved = std::move(first);
+    EXPECT_EQ(second.Wait().losses[0].data<float>()[0], 4 * 361 * 361);
+    EXPECT_EQ(moved.Wait().losses[0].data<float>()[0], 4 * 19 * 19);
+    EXPECT_EQ(w.data<float>()[0], -6859);  // -19 to the third
+    EXPECT_EQ(CodeOf([&] { second.Wait(); }), DG_FAILED_PRECONDITION);
+  }
   fails = true;
   try {
     pipeline.Evaluate({x}, {y});

@@ -36,6 +36,7 @@ enum kind {
   STAGES,
   PIPELINE,
   RESULT,
+  STEP,
   COMPLETIONS,
   KINDS
 };
@@ -135,6 +136,9 @@ static void destroy(enum kind kind, void* handle) {
       break;
     case RESULT:
       dg_pipeline_result_destroy((dg_pipeline_result*)handle);
+      break;
+    case STEP:
+      dg_pipeline_step_destroy((dg_pipeline_step*)handle);
       break;
     case COMPLETIONS:
       dg_completions_destroy((dg_completions*)handle);
@@ -504,6 +508,7 @@ static void change_own(state* s) {
 #define L ((dg_pipeline*)pick(s, PIPELINE))
 #define COMPLETIONS_ ((dg_completions*)pick(s, COMPLETIONS))
 #define Q ((dg_pipeline_result*)pick(s, RESULT))
+#define STEP_ ((dg_pipeline_step*)pick(s, STEP))
 #define MAKE(kind, type, call) \
   do {                         \
     type* out = NULL;          \
@@ -545,6 +550,10 @@ static void make_schedule(state* s) {
       MAKE(SCHEDULE, dg_schedule,
            next(s) % 2 ? dg_schedule_create_zero_bubble_h1(next(s) % 4 ? 1 : next(s), 2, &out)
                        : dg_schedule_create_zero_bubble_h2(next(s) % 4 ? 1 : next(s), 2, &out));
+      break;
+    case 4:
+      MAKE(SCHEDULE, dg_schedule,
+           dg_schedule_create_zero_bubble(1, 2, next(s) % 4 ? 1 : next(s), &out));
       break;
     default:
       MAKE(SCHEDULE, dg_schedule, dg_schedule_create(&data, next(s) % 3, &out));
@@ -588,7 +597,7 @@ static void run_pipeline(state* s) {
   if (next(s) % 16 == 0) run.timeout_ms = 1;
   two[0] = T;
   two[1] = T;
-  switch (next(s) % 4) {
+  switch (next(s) % 6) {
     case 0:
       MAKE(PIPELINE, dg_pipeline, dg_pipeline_create(W, DG_STR("p"), S, &self, 1, &options, &out));
       MAKE(PIPELINE, dg_pipeline, dg_pipeline_create(W, DG_STR("p"), S, twice, 2, NULL, &out));
@@ -599,6 +608,15 @@ static void run_pipeline(state* s) {
                              &out));
       break;
     case 2:
+      MAKE(STEP, dg_pipeline_step,
+           dg_pipeline_start(L, C, two, next(s) % 8 ? 1 : next(s) % 3, two + 1, next(s) % 2, &run,
+                             &out));
+      break;
+    case 3:
+      MAKE(RESULT, dg_pipeline_result, dg_pipeline_step_wait(STEP_, &out));
+      if (next(s) % 2 == 0) dg_pipeline_step_destroy(STEP_);
+      break;
+    case 4:
       MAKE(RESULT, dg_pipeline_result,
            dg_pipeline_evaluate(L, two, next(s) % 8 ? 1 : next(s) % 3, two + 1, next(s) % 2, &run,
                                 &out));

@@ -57,6 +57,7 @@ enum class HandleKind : uint8_t {
   kPipelineStages,
   kPipeline,
   kPipelineResult,
+  kPipelineStep,
   kCompletions,
 };
 

@@ -398,6 +398,9 @@ TEST_F(NoMemoryTest, Schedules) {
         return dg_schedule_create_interleaved_one_forward_one_backward(1, 2, 2, out);
       },
       end);
+  FailEachAllocation<dg_schedule>(
+      "dg_schedule_create_zero_bubble",
+      [](dg_schedule** out) { return dg_schedule_create_zero_bubble(2, 2, 3, out); }, end);
   dg_schedule* one = nullptr;
   ExpectOk(dg_schedule_create_gpipe(1, 1, &one));
   FailEachAllocation<dg_schedule>(
@@ -450,6 +453,16 @@ TEST_F(NoMemoryTest, Pipelines) {
       "dg_pipeline_evaluate", evaluate,
       [](dg_pipeline_result* result) { dg_pipeline_result_destroy(result); },
       /*most=*/kBeforeTheFirstCall);
+  dg_context* context = nullptr;
+  ExpectOk(dg_context_create(worker_, &context));
+  FailEachAllocation<dg_pipeline_step>(
+      "dg_pipeline_start",
+      [&](dg_pipeline_step** out) {
+        return dg_pipeline_start(pipeline, context, inputs.data(), 1, nullptr, 0, nullptr, out);
+      },
+      [](dg_pipeline_step* step) { dg_pipeline_step_destroy(step); },
+      /*most=*/kBeforeTheFirstCall);
+  dg_context_destroy(context);
   dg_pipeline_result* result = nullptr;
   ExpectOk(evaluate(&result));
   FailEachAllocation<dg_message>(
@@ -524,7 +537,7 @@ TEST(NoMemoryListTest, EachFunctionThatMakesAHandleIsTested) {
       // begins threads before it has memory for all.
       "dg_worker_create", "dg_process_group_create",
       // After its step was taken nothing is allocated (pipeline.cc).
-      "dg_pipeline_train",
+      "dg_pipeline_train", "dg_pipeline_step_wait",
       // They work on this process alone, and make their handles when all is done.
       "dg_data_parallel_create", "dg_data_parallel_forward", "dg_scatter", "dg_gather",
       "dg_broadcast", "dg_reduce_add"};

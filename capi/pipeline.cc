@@ -9,10 +9,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
@@ -23,6 +25,7 @@
 #include "capi/worker_object.h"
 #include "core/base/blocking.h"
 #include "core/base/log.h"
+#include "core/base/thread.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage_span.h"
 #include "core/pipeline/stages.h"
@@ -438,8 +441,76 @@ struct PipelineObject : HandleObject {
   PipelineObject(std::shared_ptr<SharedWorker> worker, std::unique_ptr<Pipeline> pipeline)
       : worker(std::move(worker)), pipeline(std::move(pipeline)) {}
   const std::shared_ptr<SharedWorker> worker;
-  const std::unique_ptr<Pipeline> pipeline;  // not used once the worker is gone
+  // Steps that run keep it. Not used once the worker is gone.
+  const std::shared_ptr<Pipeline> pipeline;
 };
+
+// A step of dg_pipeline_start, which ends with the worker at the latest. Once it has begun it needs
+// nothing of the handle of its context. Thread-safe.
+class StepInFlight : public EndsWithWorker {
+ public:
+  explicit StepInFlight(std::shared_ptr<Pipeline> pipeline) : pipeline_(std::move(pipeline)) {}
+
+  void Begin(PipelineStep step) {
+    absl::MutexLock lock(&mu_);
+    step_ = std::move(step);
+  }
+  bool valid() const {
+    absl::MutexLock lock(&mu_);
+    return step_.valid();
+  }
+  // Takes the step from this, which is not valid from then on: so one thread waits for its end.
+  PipelineStep Take() {
+    absl::MutexLock lock(&mu_);
+    return std::move(step_);
+  }
+  // Waits as PipelineStep's destructor does.
+  void End() override { const PipelineStep last = Take(); }
+
+ private:
+  const std::shared_ptr<Pipeline> pipeline_;  // outlives the step
+
+  mutable absl::Mutex mu_;
+  PipelineStep step_ ABSL_GUARDED_BY(mu_);
+};
+
+struct PipelineStepObject : HandleObject {
+  using Handle = dg_pipeline_step;
+  static constexpr HandleKind kKind = HandleKind::kPipelineStep;
+  static constexpr char kName[] = "dg_pipeline_step";
+
+  PipelineStepObject(std::shared_ptr<SharedWorker> worker, std::shared_ptr<StepInFlight> step)
+      : worker(std::move(worker)), step(std::move(step)) {}
+  const std::shared_ptr<SharedWorker> worker;
+  const std::shared_ptr<StepInFlight> step;
+};
+
+// Ends a step that nobody has waited for. Where this thread must not wait, another one does.
+void EndStep(SharedWorker& worker, const std::shared_ptr<StepInFlight>& step) {
+  if (!step->valid()) return;
+  // In a function of a stage the step may wait for that function.
+  const bool waits = CheckMayWait().ok() && running == nullptr;
+  absl::StatusOr<SharedWorker::Use> use = waits ? worker.Begin() : worker.BeginInBackground();
+  if (!use.ok()) return;  // the worker's end ends the step
+  if (waits) {
+    const BlockingScope blocking;
+    step->End();
+    worker.Detach(step);
+    return;
+  }
+  absl::StatusOr<std::thread> thread = StartThread("dg-close", [step, kept = *std::move(use)] {
+    step->End();
+    kept.shared().Detach(step);
+  });
+  if (thread.ok()) {
+    // It owns what it ends: so no owner is left to join it.
+    thread->detach();
+    return;
+  }
+  DG_LOG(ERROR)
+      << "a dg_pipeline_step cannot be destroyed in the background, and ends with worker '"
+      << worker.name() << "': " << thread.status().message();
+}
 
 struct PipelineResultObject : HandleObject {
   using Handle = dg_pipeline_result;
@@ -523,6 +594,17 @@ dg_error* dg_schedule_create_zero_bubble_h1(uint64_t stages, uint64_t micro_batc
 dg_error* dg_schedule_create_zero_bubble_h2(uint64_t stages, uint64_t micro_batches,
                                             dg_schedule** out) noexcept {
   return CreateSchedule(ZeroBubbleH2, stages, micro_batches, out);
+}
+
+dg_error* dg_schedule_create_zero_bubble(uint64_t stages, uint64_t micro_batches,
+                                         uint64_t forwards_ahead, dg_schedule** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_ASSIGN_OR_RETURN(const int stage_count, ToInt(stages, "the number of stages"));
+    DG_ASSIGN_OR_RETURN(const int count, ToInt(micro_batches, "the number of micro-batches"));
+    DG_ASSIGN_OR_RETURN(const int ahead, ToInt(forwards_ahead, "the number of forwards ahead"));
+    return GiveSchedule(ZeroBubble(stage_count, count, ahead), out);
+  });
 }
 
 const dg_schedule_data* dg_schedule_get(const dg_schedule* schedule) noexcept {
@@ -675,6 +757,65 @@ dg_error* dg_pipeline_train(const dg_pipeline* pipeline, const dg_context* conte
                                                         std::move(batch.targets), batch.deadline));
     *out = made.release();
     return absl::OkStatus();
+  });
+}
+
+dg_error* dg_pipeline_start(const dg_pipeline* pipeline, const dg_context* context,
+                            const dg_tensor* const* inputs, size_t input_count,
+                            const dg_tensor* const* targets, size_t target_count,
+                            const dg_pipeline_run_options* options,
+                            dg_pipeline_step** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned,
+                        Pin<PipelineObject>(pipeline, "pipeline"));
+    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
+    DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    // Both before the step runs, for there may be no memory for them.
+    const auto step = std::make_shared<StepInFlight>(pinned->pipeline);
+    HandleAhead<PipelineStepObject> made(pinned->worker, step);
+    use.shared().Attach(step);
+    absl::Cleanup detach = [&] { use.shared().Detach(step); };
+    DG_ASSIGN_OR_RETURN(PipelineStep started,
+                        pinned->pipeline->Start(of->context, std::move(batch.inputs),
+                                                std::move(batch.targets), batch.deadline));
+    step->Begin(std::move(started));
+    std::move(detach).Cancel();
+    *out = made.Release();
+    return absl::OkStatus();
+  });
+}
+
+dg_error* dg_pipeline_step_wait(dg_pipeline_step* step, dg_pipeline_result** out) noexcept {
+  return Guard([&]() -> absl::Status {
+    DG_RETURN_IF_ERROR(CheckOut(out));
+    DG_RETURN_IF_ERROR(CheckMayWait());
+    DG_ASSIGN_OR_RETURN(const Pinned<PipelineStepObject> pinned,
+                        Pin<PipelineStepObject>(step, "step"));
+    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    // Made before, for after a step that was taken nobody may hear that there is no memory.
+    HandleAhead<PipelineResultObject> made;
+    PipelineStep taken = pinned->step->Take();
+    if (!taken.valid()) {
+      return absl::FailedPreconditionError("somebody has waited for this dg_pipeline_step already");
+    }
+    use.shared().Detach(pinned->step);
+    DG_ASSIGN_OR_RETURN(made->result, taken.Wait());
+    *out = made.Release();
+    return absl::OkStatus();
+  });
+}
+
+void dg_pipeline_step_destroy(dg_pipeline_step* step) noexcept {
+  if (step == nullptr) return;
+  GuardValue(0, [&] {
+    const absl::StatusOr<Pinned<PipelineStepObject>> pinned = Pin<PipelineStepObject>(step, "step");
+    // Of several that destroy it one does all of it.
+    if (!pinned.ok() || !DestroyHandle<PipelineStepObject>(step)) return 0;
+    EndStep(*(*pinned)->worker, (*pinned)->step);
+    return 0;
   });
 }
 

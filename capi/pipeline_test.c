@@ -16,7 +16,9 @@ enum fault {
   GARBAGE,    /* stores what is not a message, or a tensor */
   HOLD,       /* posts `entered`, and waits for `released` */
   MISUSE,     /* tries what would wait for itself; and makes a call, which it may */
-  END_OWN     /* destroys its own stages */
+  END_OWN,    /* destroys its own stages */
+  END_STEP,   /* waits for `released`, and destroys its own step */
+  AHEAD       /* in its step: waits for `entered`, and posts `released` */
 };
 
 /* A layer, with what its functions count. */
@@ -32,6 +34,7 @@ typedef struct layer {
 
 static layer layers[MOST_STAGES];
 static dg_pipeline_stages* own_stages; /* of END_OWN */
+static dg_pipeline_step* own_step;     /* of END_STEP */
 static const char* const names[2] = {"front", "back"};
 
 static dg_tensor* numbers(uint64_t seed, int64_t rows, int64_t columns) {
@@ -126,6 +129,10 @@ static dg_error* forward(void* user_data, const dg_micro_batch* batch, dg_messag
     dg_pipeline_stages_destroy(own_stages);
     CHECK(self->ended == 0);
   }
+  if (fault == END_STEP) {
+    wait_at_gate(&released);
+    dg_pipeline_step_destroy(own_step);
+  }
   return NULL;
 }
 
@@ -146,6 +153,10 @@ static dg_error* step(void* user_data, const dg_context* context) {
   layer* self = (layer*)user_data;
   dg_tensor* const parameters[2] = {self->weight, self->bias};
   ++self->steps;
+  if (self->fault == AHEAD && self->steps == 1) {
+    wait_at_gate(&entered);
+    post(&released);
+  }
   dg_grad_set_enabled(false);
   for (int i = 0; i < 2; ++i) {
     dg_tensor* gradient = NULL;
@@ -409,6 +420,8 @@ static void test_steps(void) {
   compare(schedule, true, 0);
   OK(dg_schedule_create_zero_bubble_h2(2, 4, &schedule));
   compare(schedule, true, 0);
+  OK(dg_schedule_create_zero_bubble(2, 4, 3, &schedule));
+  compare(schedule, true, 0);
 }
 
 static void test_evaluation(void) {
@@ -568,26 +581,22 @@ static void test_schedules(void) {
   FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_one_forward_one_backward(2, 1 << 20, &schedule));
   FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_zero_bubble_h1(UINT64_MAX, 1, &schedule));
   FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_zero_bubble_h2(1, 0, &schedule));
+  FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_zero_bubble(2, 2, 0, &schedule));
+  SAYS(DG_INVALID_ARGUMENT, "the number of forwards ahead",
+       dg_schedule_create_zero_bubble(2, 2, UINT64_MAX, &schedule));
+  FAILS(DG_INVALID_ARGUMENT, dg_schedule_create_zero_bubble(2, 2, 1, NULL));
   FAILS(DG_INVALID_ARGUMENT,
         dg_schedule_create_interleaved_one_forward_one_backward(1, 0, 1, &schedule));
   FAILS(DG_INVALID_ARGUMENT,
         dg_schedule_create_interleaved_one_forward_one_backward(1, 1, 1, NULL));
 }
 
-/* The optimizer's step in the schedule. */
-static void test_step_of_the_schedule(void) {
-  dg_schedule *schedule = NULL, *with_step = NULL;
-  dg_schedule_data data;
+/* Puts the optimizer's step behind the lists of a schedule of two stages. */
+static dg_schedule* with_steps(dg_schedule* schedule) {
+  dg_schedule_data data = *dg_schedule_get(schedule);
+  dg_schedule* made = NULL;
   dg_action actions[2][64];
   dg_action_list lists[2];
-  dg_pipeline_stages* stages[2];
-  dg_pipeline* pipeline;
-  layer alone[2];
-  dg_context *context = NULL, *context_alone = NULL;
-  dg_tensor *x = numbers(1, BATCH, WIDTH), *y = numbers(2, BATCH, WIDTH), *losses[3];
-  dg_pipeline_result* result = NULL;
-  OK(dg_schedule_create_zero_bubble_h1(2, 3, &schedule));
-  data = *dg_schedule_get(schedule);
   for (uint32_t i = 0; i < 2; ++i) {
     const size_t size = data.lists[i].size;
     const dg_action last = {DG_ACTION_STEP, i, 0};
@@ -598,12 +607,27 @@ static void test_step_of_the_schedule(void) {
     lists[i].size = size + 1;
   }
   data.lists = lists;
-  OK(dg_schedule_create(&data, 0, &with_step));
+  OK(dg_schedule_create(&data, 0, &made));
+  dg_schedule_destroy(schedule);
+  return made;
+}
+
+/* The optimizer's step in the schedule. */
+static void test_step_of_the_schedule(void) {
+  dg_schedule* schedule = NULL;
+  dg_pipeline_stages* stages[2];
+  dg_pipeline* pipeline;
+  layer alone[2];
+  dg_context *context = NULL, *context_alone = NULL;
+  dg_tensor *x = numbers(1, BATCH, WIDTH), *y = numbers(2, BATCH, WIDTH), *losses[3];
+  dg_pipeline_result* result = NULL;
+  OK(dg_schedule_create_zero_bubble_h1(2, 3, &schedule));
+  schedule = with_steps(schedule);
   begin_job();
   make_layers(layers, 2);
   make_layers(alone, 2);
   for (int i = 0; i < 2; ++i) stages[i] = make_stages(i, 2, 0);
-  pipeline = make_pipeline(with_step, DG_REDUCTION_MEAN);
+  pipeline = make_pipeline(schedule, DG_REDUCTION_MEAN);
   OK(dg_context_create(workers[0], &context));
   OK(train(pipeline, context, x, y, 0, &result));
   OK(dg_context_create(workers[0], &context_alone));
@@ -619,7 +643,6 @@ static void test_step_of_the_schedule(void) {
   dg_context_destroy(context_alone);
   dg_pipeline_destroy(pipeline);
   dg_schedule_destroy(schedule);
-  dg_schedule_destroy(with_step);
   for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
   end_job();
   end_layers(layers, 2);
@@ -856,6 +879,317 @@ static void test_ends_of_stages(void) {
   end_job();
   CHECK(layers[0].ended == 1 && layers[1].ended == 1);
   end_layers(layers, 2);
+}
+
+/* ------------------------------------------------------------------------------ Steps in flight */
+
+/* A step that was started, with its context. */
+typedef struct flight {
+  dg_context* context;
+  dg_pipeline_step* step;
+} flight;
+
+static dg_error* start(const dg_pipeline* pipeline, flight* out, const dg_tensor* x,
+                       const dg_tensor* y) {
+  out->context = NULL;
+  out->step = NULL;
+  OK(dg_context_create(workers[0], &out->context));
+  return dg_pipeline_start(pipeline, out->context, &x, 1, &y, 1, NULL, &out->step);
+}
+static flight start_one(const dg_pipeline* pipeline) {
+  dg_tensor *x = numbers(1, BATCH, WIDTH), *y = numbers(2, BATCH, WIDTH);
+  flight made;
+  OK(start(pipeline, &made, x, y));
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
+  return made;
+}
+static void land(flight* of) {
+  dg_pipeline_step_destroy(of->step);
+  dg_context_destroy(of->context);
+}
+static dg_error* wait_and_land(flight* of) {
+  dg_pipeline_result* result = NULL;
+  dg_error* error = dg_pipeline_step_wait(of->step, &result);
+  CHECK((error == NULL) == (result != NULL));
+  dg_pipeline_result_destroy(result);
+  land(of);
+  return error;
+}
+/* With a code that depends on which of its calls hears of that first. */
+static void has_failed(dg_error* error) {
+  CHECK(error != NULL);
+  dg_error_destroy(error);
+}
+
+/* Several at once, against one process, to the last bit. */
+static void compare_in_flight(dg_schedule* schedule) {
+  const int64_t count = (int64_t)dg_schedule_get(schedule)->micro_batches;
+  enum { MOST = 3 };
+  layer alone[2];
+  flight flights[MOST];
+  dg_tensor* expected[MOST][BATCH];
+  dg_pipeline_stages* stages[2];
+  dg_pipeline* pipeline;
+  begin_job();
+  make_layers(layers, 2);
+  make_layers(alone, 2);
+  for (int i = 0; i < 2; ++i) stages[i] = make_stages(i, 2, 0);
+  schedule = with_steps(schedule);
+  pipeline = make_pipeline(schedule, DG_REDUCTION_MEAN);
+  dg_schedule_destroy(schedule);
+  for (int number = 0; number < STEPS + MOST - 1; ++number) {
+    const int first = number - (MOST - 1);
+    if (number < STEPS) {
+      dg_tensor* x = numbers((uint64_t)(100 + number), BATCH, WIDTH);
+      dg_tensor* y = numbers((uint64_t)(200 + number), BATCH, WIDTH);
+      dg_context* context_alone = NULL;
+      OK(start(pipeline, &flights[number % MOST], x, y));
+      OK(dg_context_create(workers[0], &context_alone));
+      step_alone(alone, 2, count, true, context_alone, x, y, expected[number % MOST]);
+      for (int i = 0; i < 2; ++i) OK(step(&alone[i], context_alone));
+      dg_context_destroy(context_alone);
+      dg_tensor_destroy(x);
+      dg_tensor_destroy(y);
+    }
+    if (first >= 0) {
+      flight* const done = &flights[first % MOST];
+      dg_pipeline_result *result = NULL, *again = NULL;
+      dg_message* losses = NULL;
+      OK(dg_pipeline_step_wait(done->step, &result));
+      SAYS(DG_FAILED_PRECONDITION, "somebody has waited for this dg_pipeline_step already",
+           dg_pipeline_step_wait(done->step, &again));
+      CHECK(again == NULL);
+      OK(dg_pipeline_result_losses(result, &losses));
+      CHECK(dg_message_tensor_count(losses) == (size_t)count);
+      for (int64_t m = 0; m < count; ++m) {
+        dg_tensor* one = NULL;
+        OK(dg_message_tensor(losses, (size_t)m, &one));
+        CHECK(same(one, expected[first % MOST][m]));
+        dg_tensor_destroy(one);
+        dg_tensor_destroy(expected[first % MOST][m]);
+      }
+      dg_message_destroy(losses);
+      dg_pipeline_result_destroy(result);
+      land(done);
+    }
+  }
+  for (int s = 0; s < 2; ++s) {
+    CHECK(layers[s].steps == STEPS);
+    CHECK(same(layers[s].weight, alone[s].weight) && same(layers[s].bias, alone[s].bias));
+  }
+  dg_pipeline_destroy(pipeline);
+  for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
+  end_job();
+  end_layers(layers, 2);
+  end_layers(alone, 2);
+}
+
+/* Each rank waits in one step for what the other does in the other step: one step after the other
+ * would not come to its end. */
+static void test_overlap(void) {
+  dg_schedule* schedule = NULL;
+  dg_pipeline_stages* stages[2];
+  dg_pipeline* pipeline;
+  flight first, second;
+  begin_job();
+  make_layers(layers, 2);
+  layers[0].fault = HOLD;
+  layers[0].at = 2; /* the first of the second step */
+  layers[1].fault = AHEAD;
+  for (int i = 0; i < 2; ++i) stages[i] = make_stages(i, 2, 0);
+  OK(dg_schedule_create_zero_bubble_h2(2, 2, &schedule));
+  schedule = with_steps(schedule);
+  pipeline = make_pipeline(schedule, DG_REDUCTION_MEAN);
+  dg_schedule_destroy(schedule);
+  first = start_one(pipeline);
+  second = start_one(pipeline);
+  OK(wait_and_land(&first));
+  OK(wait_and_land(&second));
+
+  /* One whose context ends has no gradients for its optimizer. */
+  set_fault(1, HOLD, 0);
+  first = start_one(pipeline);
+  second = start_one(pipeline);
+  wait_at_gate(&entered);
+  dg_context_destroy(first.context);
+  post(&released);
+  has_failed(wait_and_land(&first));
+  has_failed(wait_and_land(&second));
+  dg_pipeline_destroy(pipeline);
+  for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
+  end_job();
+  end_layers(layers, 2);
+}
+
+static void test_steps_in_flight(void) {
+  dg_schedule* schedule = NULL;
+  OK(dg_schedule_create_one_forward_one_backward(2, 4, &schedule));
+  compare_in_flight(schedule);
+  OK(dg_schedule_create_zero_bubble_h2(2, 3, &schedule));
+  compare_in_flight(schedule);
+  OK(dg_schedule_create_zero_bubble(2, 5, 4, &schedule));
+  compare_in_flight(schedule);
+  test_overlap();
+}
+
+/* In the callback of a future, where nothing may wait. */
+static void wait_for_own_step(void* unused) {
+  dg_pipeline_result* result = NULL;
+  (void)unused;
+  FAILS(DG_FAILED_PRECONDITION, dg_pipeline_step_wait(own_step, &result));
+  CHECK(result == NULL);
+  post(&seen);
+}
+static void destroy_own_step(void* unused) {
+  (void)unused;
+  dg_pipeline_step_destroy(own_step);
+  post(&seen);
+}
+static void in_callback(void (*function)(void* user_data)) {
+  dg_message *request = NULL, *reply = NULL;
+  dg_future* future = NULL;
+  bool done = false;
+  OK(dg_message_create(NULL, 0, NULL, 0, &request));
+  OK(dg_worker_call_async(workers[1], DG_STR("front"), DG_STR("answer"), request, NULL, &future));
+  OK(dg_future_then(future, function, NULL, NULL));
+  wait_at_gate(&seen);
+  OK(dg_future_wait(future, DG_FOREVER, &done));
+  OK(dg_future_result(future, &reply));
+  dg_message_destroy(request);
+  dg_message_destroy(reply);
+  dg_future_destroy(future);
+}
+/* When what was destroyed in the background has ended. */
+static void try_until_ended(const dg_pipeline* pipeline) {
+  dg_error* error;
+  while ((error = try_step(pipeline, 0)) != NULL) {
+    SAYS(DG_FAILED_PRECONDITION, "", error);
+    sched_yield();
+  }
+}
+
+static void test_ends_of_steps(void) {
+  dg_pipeline_stages* stages[2];
+  dg_pipeline* pipeline;
+  dg_pipeline_result* result = NULL;
+  flight flights[8], refused;
+  dg_tensor *x = numbers(1, BATCH, WIDTH), *y = numbers(2, BATCH, WIDTH);
+  begin_job();
+  pipeline = pipeline_of_two(stages);
+
+  /* One after the other where the last is waited for first; and no more than eight. */
+  set_fault(1, HOLD, 0);
+  for (int i = 0; i < 8; ++i) flights[i] = start_one(pipeline);
+  SAYS(DG_FAILED_PRECONDITION, "in C dg_pipeline_step_wait", start(pipeline, &refused, x, y));
+  land(&refused); /* there is none */
+  SAYS(DG_FAILED_PRECONDITION, "runs already", try_step(pipeline, 0));
+  wait_at_gate(&entered);
+  post(&released);
+  for (int i = 7; i >= 0; --i) OK(wait_and_land(&flights[i]));
+
+  /* Destroyed while a function of it runs, it ends those behind it. */
+  set_fault(1, HOLD, 0);
+  for (int i = 0; i < 4; ++i) flights[i] = start_one(pipeline);
+  wait_at_gate(&entered);
+  land(&flights[1]);
+  SAYS(DG_FAILED_PRECONDITION, "has failed behind which this one would come",
+       start(pipeline, &refused, x, y));
+  land(&refused);
+  dg_context_destroy(flights[2].context);
+  dg_pipeline_step_destroy(flights[2].step);
+  post(&released);
+  OK(wait_and_land(&flights[0]));
+  has_failed(wait_and_land(&flights[3]));
+  OK(try_step(pipeline, 0));
+
+  /* Where nothing may wait: in a callback, and in a function of its own. */
+  set_fault(1, HOLD, 0);
+  flights[0] = start_one(pipeline);
+  own_step = flights[0].step;
+  wait_at_gate(&entered);
+  in_callback(wait_for_own_step);
+  in_callback(destroy_own_step);
+  FAILS(DG_INVALID_ARGUMENT, dg_pipeline_step_wait(own_step, &result));
+  dg_context_destroy(flights[0].context);
+  post(&released);
+  try_until_ended(pipeline);
+  set_fault(1, END_STEP, 0);
+  flights[0] = start_one(pipeline);
+  own_step = flights[0].step;
+  post(&released);
+  try_until_ended(pipeline);
+  dg_context_destroy(flights[0].context);
+  dg_pipeline_step_destroy(own_step);
+  set_fault(1, NONE, 0);
+
+  /* What is wrong. */
+  {
+    const dg_tensor *input = x, *target = y;
+    flights[0] = start_one(pipeline);
+    FAILS(DG_INVALID_ARGUMENT, dg_pipeline_step_wait(flights[0].step, NULL));
+    OK(dg_pipeline_step_wait(flights[0].step, &result));
+    dg_pipeline_result_destroy(result);
+    result = NULL;
+    land(&flights[0]);
+    FAILS(DG_INVALID_ARGUMENT, dg_pipeline_step_wait(flights[0].step, &result));
+    FAILS(DG_INVALID_ARGUMENT, dg_pipeline_step_wait(NULL, &result));
+    FAILS(DG_INVALID_ARGUMENT, dg_pipeline_step_wait((dg_pipeline_step*)(void*)pipeline, &result));
+    dg_pipeline_step_destroy(flights[0].step);
+    dg_pipeline_step_destroy((dg_pipeline_step*)(void*)pipeline);
+    dg_pipeline_step_destroy(NULL);
+    OK(dg_context_create(workers[0], &refused.context));
+    refused.step = NULL;
+    FAILS(DG_INVALID_ARGUMENT,
+          dg_pipeline_start(NULL, refused.context, &input, 1, &target, 1, NULL, &refused.step));
+    FAILS(DG_INVALID_ARGUMENT,
+          dg_pipeline_start(pipeline, NULL, &input, 1, &target, 1, NULL, &refused.step));
+    FAILS(DG_INVALID_ARGUMENT,
+          dg_pipeline_start(pipeline, refused.context, NULL, 1, &target, 1, NULL, &refused.step));
+    FAILS(DG_INVALID_ARGUMENT,
+          dg_pipeline_start(pipeline, refused.context, &input, 1, &target, 1, NULL, NULL));
+    SAYS(DG_INVALID_ARGUMENT, "at least one input",
+         dg_pipeline_start(pipeline, refused.context, NULL, 0, NULL, 0, NULL, &refused.step));
+    CHECK(refused.step == NULL && result == NULL);
+    dg_context_destroy(refused.context);
+  }
+
+  /* The pipeline before its step, which goes on. */
+  set_fault(1, HOLD, 0);
+  flights[0] = start_one(pipeline);
+  dg_pipeline_destroy(pipeline);
+  FAILS(DG_INVALID_ARGUMENT, start(pipeline, &refused, x, y));
+  land(&refused);
+  post(&released);
+  wait_at_gate(&entered);
+  OK(wait_and_land(&flights[0]));
+  for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
+  end_job();
+  end_layers(layers, 2);
+
+  /* The worker before its steps, which it ends; and before it, or behind it, all else. */
+  for (int order = 0; order < 2; ++order) {
+    begin_job();
+    pipeline = pipeline_of_two(stages);
+    set_fault(1, HOLD, 0);
+    for (int i = 0; i < 2; ++i) flights[i] = start_one(pipeline);
+    wait_at_gate(&entered);
+    post(&released);
+    if (order == 0) dg_pipeline_destroy(pipeline);
+    dg_worker_destroy(workers[0]);
+    for (int i = 0; i < 2; ++i) {
+      FAILS(DG_FAILED_PRECONDITION, dg_pipeline_step_wait(flights[i].step, &result));
+      CHECK(result == NULL);
+      land(&flights[i]);
+    }
+    if (order == 1) dg_pipeline_destroy(pipeline);
+    dg_worker_destroy(workers[1]);
+    for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
+    clean_up();
+    end_layers(layers, 2);
+  }
+  dg_tensor_destroy(x);
+  dg_tensor_destroy(y);
 }
 
 static void test_wrong_arguments(void) {
@@ -1147,6 +1481,8 @@ int main(void) {
   test_deadline();
   test_lost_worker();
   test_ends_of_stages();
+  test_steps_in_flight();
+  test_ends_of_steps();
   test_wrong_arguments();
   test_skips();
   test_actions();

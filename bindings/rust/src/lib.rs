@@ -149,8 +149,8 @@ pub use parallel::{
 };
 pub use pipeline::{
     Action, ActionKind, MicroBatch, Pipeline, PipelineOptions, PipelineResult, PipelineRunOptions,
-    PipelineStage, PipelineStages, PipelineStagesOptions, Reduction, Schedule, ScheduleData,
-    StageSpan, Timeline,
+    PipelineStage, PipelineStages, PipelineStagesOptions, PipelineStep, Reduction, Schedule,
+    ScheduleData, StageSpan, Timeline,
 };
 pub use request::{Request, Responder};
 pub use safetensors::{

@@ -3,7 +3,8 @@ use crate::{
     error::BoxedError,
     ffi::{
         raw_pipeline as raw, AveragerHandle, Handle, Owned, PipelineHandle, PipelineResultHandle,
-        PipelineStagesHandle, ScheduleHandle, StageClosures, StageTable, TensorHandle, Timer,
+        PipelineStagesHandle, PipelineStepHandle, ScheduleHandle, StageClosures, StageTable,
+        TensorHandle, Timer,
     },
     future::milliseconds_or_default,
     message::handles_of,
@@ -223,6 +224,24 @@ impl Schedule {
     #[doc(alias = "dg_schedule_create_zero_bubble_h2")]
     pub fn zero_bubble_h2(stages: u64, micro_batches: u64) -> Result<Self> {
         Ok(Self::own(raw::schedule_create_zero_bubble_h2(stages, micro_batches)?))
+    }
+    /// [`zero_bubble_h1`](Schedule::zero_bubble_h1) is this with one forward ahead for each rank
+    /// behind a rank, [`zero_bubble_h2`](Schedule::zero_bubble_h2) with two. More fill the time of
+    /// slower hand-overs, where steps are in flight behind each other ([`Pipeline::start`]), and
+    /// hold as many more activations.
+    ///
+    /// ```
+    /// use distgrad::Schedule;
+    /// # fn main() -> distgrad::Result<()> {
+    /// let schedule = Schedule::zero_bubble(2, 8, 3)?; // two stages, eight micro-batches
+    /// assert_eq!(schedule.data()?.max_activations, [4, 4]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias = "dg_schedule_create_zero_bubble")]
+    pub fn zero_bubble(stages: u64, micro_batches: u64, forwards_ahead: u64) -> Result<Self> {
+        let handle = raw::schedule_create_zero_bubble(stages, micro_batches, forwards_ahead)?;
+        Ok(Self::own(handle))
     }
 
     /// Creates a schedule of lists of one's own. `Code::InvalidArgument` names the action that is
@@ -895,6 +914,68 @@ impl<'w> Pipeline<'w> {
         PipelineResult::take(Owned::new(handle))
     }
 
+    /// Starts a step as [`train`](Pipeline::train) does, and waits until all ranks know of it, but
+    /// not for its end. It may be started while others of this pipeline run, and then comes behind
+    /// them on each rank: so one rank may begin with it while others are still in the step before,
+    /// and nobody is idle between the two. A rank goes through its whole list before it begins the
+    /// next step's. So where the schedule has the optimizer's steps ([`ActionKind::Step`]) the
+    /// gradients and parameters are those of [`train`](Pipeline::train), called once for each batch,
+    /// to the last bit. Where it has none, each step starts from the parameters as they are then;
+    /// which is good for gradients that are to be added up
+    /// ([`Worker::sum_gradients`](crate::Worker::sum_gradients)).
+    ///
+    /// If a step fails, those that were started behind it fail, too, with `Code::FailedPrecondition`
+    /// or its error; what any of them has done by then its own error says. Keep the context until
+    /// [`wait`](PipelineStep::wait) has returned: when it is [released](Context::release), or
+    /// dropped, the gradients are gone, and an optimizer's step that wants them fails.
+    /// `Code::FailedPrecondition` if one that runs has failed already, for a ninth step that nobody
+    /// has waited for, and while another thread is in this function.
+    ///
+    /// ```
+    /// # use distgrad::{Context, Pipeline, PipelineStep, Tensor, Worker};
+    /// # fn f(worker: &Worker, pipeline: &Pipeline, batches: &[(Tensor, Tensor)])
+    /// #     -> distgrad::Result<()> {
+    /// use std::collections::VecDeque;
+    /// let mut in_flight: VecDeque<(Context, PipelineStep)> = VecDeque::new();
+    /// for (images, labels) in batches {
+    ///     let context = worker.context()?;
+    ///     let step = pipeline.start(&context, &[images], &[labels])?;
+    ///     in_flight.push_back((context, step));
+    ///     if in_flight.len() == 2 {
+    ///         let (_context, step) = in_flight.pop_front().unwrap();
+    ///         println!("{:?}", step.wait()?.loss);
+    ///     }
+    /// }
+    /// for (_context, step) in in_flight {
+    ///     println!("{:?}", step.wait()?.loss);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias = "dg_pipeline_start")]
+    pub fn start(
+        &self,
+        context: &Context<'_>,
+        inputs: &[&Tensor],
+        targets: &[&Tensor],
+    ) -> Result<PipelineStep<'w>> {
+        self.start_with(context, inputs, targets, &PipelineRunOptions::new())
+    }
+    /// The same, with options.
+    pub fn start_with(
+        &self,
+        context: &Context<'_>,
+        inputs: &[&Tensor],
+        targets: &[&Tensor],
+        options: &PipelineRunOptions,
+    ) -> Result<PipelineStep<'w>> {
+        let (_inputs, inputs) = handles_of(inputs.iter().copied());
+        let (_targets, targets) = handles_of(targets.iter().copied());
+        let (pipeline, timeout) = (self.handle.get(), milliseconds_or_default(options.timeout));
+        let handle = raw::pipeline_start(pipeline, context.handle(), &inputs, &targets, timeout)?;
+        Ok(PipelineStep { handle: Owned::new(handle), lifetime: PhantomData })
+    }
+
     /// Runs a batch forward alone, without gradients; with losses where there are targets. Errors as
     /// of [`train`](Pipeline::train).
     ///
@@ -929,6 +1010,42 @@ impl<'w> Pipeline<'w> {
 impl fmt::Debug for Pipeline<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Pipeline")
+    }
+}
+
+/// A step that was started ([`Pipeline::start`]), which goes on when its [`Pipeline`] is dropped.
+/// Dropping it ends one that nobody has waited for, and those that were started behind it, and waits
+/// for that; but not in a closure of a stage, where a thread of the library waits instead.
+///
+/// ```
+/// # use distgrad::{Context, Pipeline, PipelineStep, Tensor};
+/// # fn f(pipeline: &Pipeline, context: &Context, images: &Tensor, labels: &Tensor)
+/// #     -> distgrad::Result<()> {
+/// let step: PipelineStep = pipeline.start(context, &[images], &[labels])?;
+/// println!("{:?}", step.wait()?.losses);
+/// # Ok(())
+/// # }
+/// ```
+#[doc(alias = "dg_pipeline_step")]
+#[doc(alias = "dg_pipeline_step_destroy")]
+#[must_use = "dropping it ends the step"]
+pub struct PipelineStep<'w> {
+    handle: Owned<PipelineStepHandle>,
+    lifetime: PhantomData<&'w Worker>,
+}
+
+impl PipelineStep<'_> {
+    /// Waits for the step's end, and returns what [`Pipeline::train`] does; its errors, too.
+    /// `Code::FailedPrecondition` when the worker has ended.
+    #[doc(alias = "dg_pipeline_step_wait")]
+    pub fn wait(self) -> Result<PipelineResult> {
+        PipelineResult::take(Owned::new(raw::pipeline_step_wait(self.handle.get())?))
+    }
+}
+
+impl fmt::Debug for PipelineStep<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PipelineStep")
     }
 }
 

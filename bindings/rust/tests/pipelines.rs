@@ -4,7 +4,7 @@ use common::{Folder, LONG};
 use distgrad::{
     Action, ActionKind, BackwardOptions, Code, Context, Error, MicroBatch, Optimizer, OriginKind,
     Pipeline, PipelineOptions, PipelineRunOptions, PipelineStage, PipelineStages,
-    PipelineStagesOptions, Reduction, Schedule, ScheduleData, Sgd, Tensor, Worker,
+    PipelineStagesOptions, PipelineStep, Reduction, Schedule, ScheduleData, Sgd, Tensor, Worker,
 };
 use std::{
     panic::{catch_unwind, AssertUnwindSafe},
@@ -135,6 +135,7 @@ fn steps_are_those_of_one_process_to_the_last_bit() {
         (Schedule::interleaved_one_forward_one_backward(2, 2, 3), Reduction::Mean),
         (Schedule::zero_bubble_h1(2, 4), Reduction::Mean),
         (Schedule::zero_bubble_h2(2, 4), Reduction::Sum),
+        (Schedule::zero_bubble(2, 4, 3), Reduction::Mean),
     ];
     for (schedule, reduction) in cases {
         let schedule = schedule.unwrap();
@@ -445,14 +446,154 @@ fn dropping_in_any_order() {
     });
 }
 
-#[test]
-fn the_step_of_the_schedule_and_recomputation() {
-    let (layers, alone) = (Layer::all(2), Layer::all(2));
-    let mut data = Schedule::zero_bubble_h1(2, 3).unwrap().data().unwrap();
+/// Puts the optimizer's step behind the lists of a schedule whose ranks have one stage each.
+fn with_steps(schedule: &Schedule) -> Schedule {
+    let mut data = schedule.data().unwrap();
     for (stage, list) in (0..).zip(&mut data.lists) {
         list.push(Action { kind: ActionKind::Step, stage, micro_batch: 0 });
     }
-    let schedule = Schedule::new(&data).unwrap();
+    Schedule::new(&data).unwrap()
+}
+
+/// A step that was started, with its context.
+fn start<'w>(
+    worker: &'w Worker,
+    pipeline: &Pipeline<'w>,
+    number: u64,
+) -> Result<(Context<'w>, PipelineStep<'w>), Error> {
+    let (x, y) = batch(number);
+    let context = worker.context().unwrap();
+    let step = pipeline.start(&context, &[&x], &[&y])?;
+    Ok((context, step))
+}
+
+#[test]
+fn steps_in_flight_are_those_of_train_to_the_last_bit() {
+    fn may_cross_threads<T: Send + Sync>(_: &T) {}
+    let layers = Layer::all(2);
+    pair(|front, back| {
+        let _stages = [stages_of(front, 0, &layers), stages_of(back, 1, &layers)];
+        let pipeline = two(front);
+        let started: Vec<_> = (0..8).map(|n| start(front, &pipeline, n).unwrap()).collect();
+        may_cross_threads(&started);
+        let error = start(front, &pipeline, 8).unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        assert!(error.message().contains("8 steps of pipeline 'model' were started"), "{error}");
+        let error = try_step(front, &pipeline).unwrap_err();
+        assert!(error.message().contains("runs already"), "{error}");
+        let wait = |(context, step): (_, PipelineStep<'_>)| (context, step.wait().unwrap());
+        let results: Vec<(Context<'_>, _)> = started.into_iter().map(wait).collect();
+        for (number, (context, result)) in (0..).zip(results) {
+            let (x, y) = batch(number);
+            let of_train = front.context().unwrap();
+            let expected = pipeline.train(&of_train, &[&x], &[&y]).unwrap();
+            let of_all = |losses: &[Tensor]| losses.iter().flat_map(bits).collect::<Vec<_>>();
+            assert_eq!(of_all(&result.losses), of_all(&expected.losses), "step {number}");
+            for parameter in layers[0].parameters() {
+                let [ours, theirs] = [&context, &of_train].map(|c| c.gradient(parameter).unwrap());
+                assert_eq!(bits(&ours), bits(&theirs), "step {number}");
+            }
+        }
+    });
+}
+
+/// Each rank waits in one step for what the other does in the other step: one step after the other
+/// would not come to its end.
+#[test]
+fn a_rank_begins_the_next_step_while_another_is_in_the_one_before() {
+    let layers = Layer::all(2);
+    let schedule = with_steps(&Schedule::gpipe(2, 1).unwrap());
+    let (begun, has_begun) = mpsc::channel();
+    pair(|front, back| {
+        let (layer, mut forwards) = (layers[0].clone(), 0);
+        let first = PipelineStage::new(0, move |batch| {
+            forwards += 1;
+            if forwards == 2 {
+                begun.send(())?;
+            }
+            Ok([layer.forward(batch.input(0)?)?])
+        });
+        let mut steps = 0;
+        let last = layers[1].stage(1).step(move |_| {
+            steps += 1;
+            if steps == 1 {
+                has_begun.recv()?;
+            }
+            Ok(())
+        });
+        let _front = PipelineStages::new(front, "model", [first.step(|_| Ok(()))]).unwrap();
+        let _back = PipelineStages::new(back, "model", [last]).unwrap();
+        let pipeline = Pipeline::new(front, "model", &schedule, &["front", "back"]).unwrap();
+        let (_first, first) = start(front, &pipeline, 0).unwrap();
+        let (_second, second) = start(front, &pipeline, 1).unwrap();
+        first.wait().unwrap();
+        second.wait().unwrap();
+    });
+}
+
+#[test]
+fn steps_in_flight_end_in_any_order() {
+    let layers = Layer::all(2);
+    pair(|front, back| {
+        let _front = stages_of(front, 0, &layers);
+        let hold = || {
+            let (stage, entered, release) = held(&layers[1]);
+            (PipelineStages::new(back, "model", [stage]).unwrap(), entered, release)
+        };
+        // The pipeline before its step, which goes on.
+        let (back_stages, entered, release) = hold();
+        let pipeline = two(front);
+        let (_context, step) = start(front, &pipeline, 0).unwrap();
+        entered.recv().unwrap();
+        drop(pipeline);
+        release.send(()).unwrap();
+        assert_eq!(step.wait().unwrap().losses.len(), 4);
+        drop(back_stages);
+
+        // A step that nobody waits for ends those behind it.
+        let (back_stages, entered, release) = hold();
+        let pipeline = two(front);
+        let mut started: Vec<_> = (0..4).map(|n| start(front, &pipeline, n).unwrap()).collect();
+        entered.recv().unwrap();
+        let (context, step) = started.remove(1);
+        drop(step);
+        drop(context);
+        for (_context, step) in started.drain(1..) {
+            step.wait().unwrap_err();
+        }
+        release.send(()).unwrap();
+        started.pop().unwrap().1.wait().unwrap();
+        try_step(front, &pipeline).unwrap();
+        drop(back_stages);
+
+        // The context before its step, whose gradients are gone.
+        let (back_stages, entered, release) = hold();
+        let (context, step) = start(front, &pipeline, 0).unwrap();
+        entered.recv().unwrap();
+        drop(context);
+        release.send(()).unwrap();
+        drop(step.wait());
+        try_step(front, &pipeline).unwrap();
+        drop(back_stages);
+
+        // The worker ends those that are left.
+        let (back_stages, entered, release) = hold();
+        let (_first, first) = start(front, &pipeline, 0).unwrap();
+        let (_second, second) = start(front, &pipeline, 1).unwrap();
+        entered.recv().unwrap();
+        front.close(LONG).unwrap();
+        let error = first.wait().unwrap_err();
+        assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+        drop(second);
+        release.send(()).unwrap();
+        drop(back_stages);
+    });
+}
+
+#[test]
+fn the_step_of_the_schedule_and_recomputation() {
+    let (layers, alone) = (Layer::all(2), Layer::all(2));
+    let schedule = with_steps(&Schedule::zero_bubble_h1(2, 3).unwrap());
     let forwards = Arc::new(AtomicUsize::new(0));
     pair(|front, back| {
         let stage = |number: u64, layer: &Layer| {
@@ -580,6 +721,7 @@ fn schedules() {
     assert_eq!(Schedule::gpipe(0, 1).unwrap_err().code(), Code::InvalidArgument);
     assert_eq!(Schedule::zero_bubble_h1(1 << 20, 2).unwrap_err().code(), Code::InvalidArgument);
     assert_eq!(Schedule::zero_bubble_h2(0, 2).unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(Schedule::zero_bubble(2, 2, 0).unwrap_err().code(), Code::InvalidArgument);
 }
 
 #[test]

@@ -1502,6 +1502,13 @@ DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble_h2(uint64_t stages,
                                                                uint64_t micro_batches,
                                                                dg_schedule** out) DG_NOEXCEPT;
 
+/* ZB-H1 is this with one forward ahead for each rank behind a rank, ZB-H2 with two. More fill the
+ * time of slower hand-overs, where steps are in flight behind each other (dg_pipeline_start), and
+ * hold as many more activations. */
+DG_API DG_MUST_USE dg_error* dg_schedule_create_zero_bubble(uint64_t stages, uint64_t micro_batches,
+                                                            uint64_t forwards_ahead,
+                                                            dg_schedule** out) DG_NOEXCEPT;
+
 /* Returns what the schedule is, which lives as long as it: to change a copy, for instance. NULL if
  * `schedule` is not a valid handle. */
 DG_API const dg_schedule_data* dg_schedule_get(const dg_schedule* schedule) DG_NOEXCEPT;
@@ -1548,9 +1555,10 @@ typedef struct dg_stage_span {
  * stage, micro-batch and worker.
  *
  * Forward and loss run in torch's modes (autocast, inference mode) of the thread that called
- * dg_pipeline_train or dg_pipeline_evaluate, but with the gradient mode that the step needs: on in
- * dg_pipeline_train. Step and on_action run in the modes of a new thread, without autocast and with
- * gradient mode on: a step that writes to parameters itself turns it off (dg_grad_set_enabled).
+ * dg_pipeline_train, dg_pipeline_start or dg_pipeline_evaluate, but with the gradient mode that the
+ * step needs: on but in dg_pipeline_evaluate. Step and on_action run in the modes of a new thread,
+ * without autocast and with gradient mode on: a step that writes to parameters itself turns it off
+ * (dg_grad_set_enabled).
  *
  * The tensors that they get come without history, and the graph is the stage's own; it ends with
  * the micro-batch. So a stage must not write to what it is given, nor keep it with its history; nor
@@ -1722,6 +1730,43 @@ DG_API DG_MUST_USE dg_error* dg_pipeline_train(const dg_pipeline* pipeline,
                                                const dg_tensor* const* targets, size_t target_count,
                                                const dg_pipeline_run_options* options,
                                                dg_pipeline_result** out) DG_NOEXCEPT;
+
+/* A step that was started. The end of its worker ends it; pipeline and context may be destroyed
+ * before it. */
+typedef struct dg_pipeline_step dg_pipeline_step;
+
+/* Starts a step as dg_pipeline_train does. Waits until all ranks know of it, and not for its end:
+ * that is dg_pipeline_step_wait. It may be started while others of this pipeline run, and then
+ * comes behind them on each rank: so one rank may begin with it while others are still in the step
+ * before, and nobody is idle between the two. A rank goes through its whole list before it begins
+ * the next step's. So where the schedule has the optimizer's steps (DG_ACTION_STEP) the gradients
+ * and parameters are those of dg_pipeline_train, called once for each batch, to the last bit. Where
+ * it has none, each step starts from the parameters as they are then; which is good for gradients
+ * that are to be added up (dg_worker_sum_gradients).
+ *
+ * If a step fails, those that were started behind it fail, too, with DG_FAILED_PRECONDITION or its
+ * error; what any of them has done by then its own error says. Keep the context until somebody has
+ * waited for the step: with one that is released, as dg_context_destroy does, the gradients are
+ * gone, and an optimizer's step that wants them fails. DG_FAILED_PRECONDITION if one that runs has
+ * failed already, for a ninth step that nobody has waited for, and while another thread is in this
+ * function. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_start(const dg_pipeline* pipeline,
+                                               const dg_context* context,
+                                               const dg_tensor* const* inputs, size_t input_count,
+                                               const dg_tensor* const* targets, size_t target_count,
+                                               const dg_pipeline_run_options* options,
+                                               dg_pipeline_step** out) DG_NOEXCEPT;
+/* Waits for the step's end, and stores what dg_pipeline_train does. Once, with an error, too: from
+ * then on the handle is good for dg_pipeline_step_destroy only, and this returns
+ * DG_FAILED_PRECONDITION; as it does when the worker has ended, and where one must not wait. */
+DG_API DG_MUST_USE dg_error* dg_pipeline_step_wait(dg_pipeline_step* step,
+                                                   dg_pipeline_result** out) DG_NOEXCEPT;
+/* Destroys the handle. Ends the step with DG_CANCELLED, if nobody has waited for it, and those that
+ * were started behind it with it; and waits for that as dg_pipeline_step_wait does. In a function
+ * of a stage, in the callback of a future and in destructors of user data it does not wait: a
+ * thread of the library does. */
+DG_API void dg_pipeline_step_destroy(dg_pipeline_step* step) DG_NOEXCEPT;
+
 /* Runs a batch forward alone, without gradients; with losses where there are targets. Waits. Errors
  * as of dg_pipeline_train. */
 DG_API DG_MUST_USE dg_error* dg_pipeline_evaluate(

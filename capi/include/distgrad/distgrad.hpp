@@ -1370,6 +1370,11 @@ class Schedule {
   static Schedule ZeroBubbleH2(uint64_t stages, uint64_t micro_batches) {
     return Make(dg_schedule_create_zero_bubble_h2, stages, micro_batches);
   }
+  // ZB-H1 has one forward ahead for each rank behind a rank, ZB-H2 two; more are for steps in
+  // flight behind each other, over slow hand-overs.
+  static Schedule ZeroBubble(uint64_t stages, uint64_t micro_batches, uint64_t forwards_ahead) {
+    return Make(dg_schedule_create_zero_bubble, stages, micro_batches, forwards_ahead);
+  }
 
   ScheduleData data() const {
     ScheduleData copy;
@@ -1526,6 +1531,46 @@ struct PipelineResult {
   std::vector<std::vector<Tensor>> outputs;  // by micro-batch; of an evaluation alone
 };
 
+namespace internal {
+inline PipelineResult TakeResult(dg_pipeline_result* handle) {
+  const Handle<dg_pipeline_result, dg_pipeline_result_destroy> owner(handle);
+  const auto tensors_of = [](const Message& message) {
+    std::vector<Tensor> tensors;
+    for (size_t i = 0; i < message.tensor_count(); ++i) tensors.push_back(message.tensor(i));
+    return tensors;
+  };
+  PipelineResult result;
+  dg_message* message = nullptr;
+  Check(dg_pipeline_result_losses(handle, &message));
+  result.losses = tensors_of(Message(message));
+  dg_tensor* loss = nullptr;
+  Check(dg_pipeline_result_loss(handle, &loss));
+  result.loss = Tensor(loss);
+  for (size_t i = 0; i < dg_pipeline_result_output_count(handle); ++i) {
+    Check(dg_pipeline_result_outputs(handle, i, &message));
+    result.outputs.push_back(tensors_of(Message(message)));
+  }
+  return result;
+}
+}  // namespace internal
+
+// A step that was started. Its destructor ends one that nobody has waited for. The pipeline may end
+// before it, and so may its context, with which its gradients end.
+class PipelineStep {
+ public:
+  explicit PipelineStep(dg_pipeline_step* handle) noexcept : handle_(handle) {}
+  // Waits for its end. Once.
+  PipelineResult Wait() {
+    dg_pipeline_result* out = nullptr;
+    Check(dg_pipeline_step_wait(get(), &out));
+    return internal::TakeResult(out);
+  }
+  dg_pipeline_step* get() const noexcept { return handle_.get(); }
+
+ private:
+  Handle<dg_pipeline_step, dg_pipeline_step_destroy> handle_;
+};
+
 class Pipeline {
  public:
   // `workers`: that of each rank of the schedule.
@@ -1546,7 +1591,18 @@ class Pipeline {
     dg_pipeline_result* out = nullptr;
     Check(dg_pipeline_train(get(), context.get(), given.data(), given.size(), wanted.data(),
                             wanted.size(), &options, &out));
-    return Take(out);
+    return internal::TakeResult(out);
+  }
+  // Starts a step behind those that run, and does not wait for its end.
+  PipelineStep Start(const Context& context, const std::vector<Tensor>& inputs,
+                     const std::vector<Tensor>& targets,
+                     const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> given = internal::Handles(inputs),
+                                        wanted = internal::Handles(targets);
+    dg_pipeline_step* out = nullptr;
+    Check(dg_pipeline_start(get(), context.get(), given.data(), given.size(), wanted.data(),
+                            wanted.size(), &options, &out));
+    return PipelineStep(out);
   }
   PipelineResult Evaluate(
       const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets = {},
@@ -1556,31 +1612,11 @@ class Pipeline {
     dg_pipeline_result* out = nullptr;
     Check(dg_pipeline_evaluate(get(), given.data(), given.size(), wanted.data(), wanted.size(),
                                &options, &out));
-    return Take(out);
+    return internal::TakeResult(out);
   }
   dg_pipeline* get() const noexcept { return handle_.get(); }
 
  private:
-  static std::vector<Tensor> TensorsOf(const Message& message) {
-    std::vector<Tensor> tensors;
-    for (size_t i = 0; i < message.tensor_count(); ++i) tensors.push_back(message.tensor(i));
-    return tensors;
-  }
-  static PipelineResult Take(dg_pipeline_result* handle) {
-    const Handle<dg_pipeline_result, dg_pipeline_result_destroy> owner(handle);
-    PipelineResult result;
-    dg_message* message = nullptr;
-    Check(dg_pipeline_result_losses(handle, &message));
-    result.losses = TensorsOf(Message(message));
-    dg_tensor* loss = nullptr;
-    Check(dg_pipeline_result_loss(handle, &loss));
-    result.loss = Tensor(loss);
-    for (size_t i = 0; i < dg_pipeline_result_output_count(handle); ++i) {
-      Check(dg_pipeline_result_outputs(handle, i, &message));
-      result.outputs.push_back(TensorsOf(Message(message)));
-    }
-    return result;
-  }
   Handle<dg_pipeline, dg_pipeline_destroy> handle_;
 };
 

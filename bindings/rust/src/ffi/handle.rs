@@ -66,6 +66,7 @@ handles! {
     PipelineStagesHandle, "distgrad_rust::PipelineStagesHandle", pipeline::pipeline_stages_destroy;
     PipelineHandle, "distgrad_rust::PipelineHandle", pipeline::pipeline_destroy;
     PipelineResultHandle, "distgrad_rust::PipelineResultHandle", pipeline::pipeline_result_destroy;
+    PipelineStepHandle, "distgrad_rust::PipelineStepHandle", pipeline::pipeline_step_destroy;
 }
 
 impl TensorHandle {

@@ -19,7 +19,8 @@ pub(crate) use callback::{
     PartFunctions, ResponderHandler, SaveValuesFn,
 };
 pub(crate) use handle::{
-    Handle, Owned, PipelineHandle, PipelineResultHandle, PipelineStagesHandle, ScheduleHandle,
+    Handle, Owned, PipelineHandle, PipelineResultHandle, PipelineStagesHandle, PipelineStepHandle,
+    ScheduleHandle,
 };
 pub(crate) use memory::payload;
 pub use memory::DlpackTensor;

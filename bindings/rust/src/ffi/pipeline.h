@@ -10,6 +10,7 @@ using ScheduleHandle = dg_schedule*;
 using PipelineStagesHandle = dg_pipeline_stages*;
 using PipelineHandle = dg_pipeline*;
 using PipelineResultHandle = dg_pipeline_result*;
+using PipelineStepHandle = dg_pipeline_step*;
 
 struct RawScheduleData;
 struct RawTimeline;
@@ -37,6 +38,10 @@ inline ScheduleHandle schedule_create_zero_bubble_h1(uint64_t stages, uint64_t m
 inline ScheduleHandle schedule_create_zero_bubble_h2(uint64_t stages, uint64_t micro_batches) {
   return Out<ScheduleHandle>(dg_schedule_create_zero_bubble_h2, stages, micro_batches);
 }
+inline ScheduleHandle schedule_create_zero_bubble(uint64_t stages, uint64_t micro_batches,
+                                                  uint64_t forwards_ahead) {
+  return Out<ScheduleHandle>(dg_schedule_create_zero_bubble, stages, micro_batches, forwards_ahead);
+}
 RawScheduleData schedule_get(ScheduleHandle schedule);
 RawTimeline schedule_simulate(ScheduleHandle schedule, Timer& timer);
 inline void schedule_destroy(ScheduleHandle schedule) { dg_schedule_destroy(schedule); }
@@ -63,6 +68,16 @@ inline PipelineResultHandle pipeline_train(PipelineHandle pipeline, ContextHandl
   return Out<PipelineResultHandle>(dg_pipeline_train, pipeline, context, inputs.data(),
                                    inputs.size(), targets.data(), targets.size(), &options);
 }
+inline PipelineStepHandle pipeline_start(PipelineHandle pipeline, ContextHandle context,
+                                         Tensors inputs, Tensors targets, int64_t timeout_ms) {
+  const dg_pipeline_run_options options = RunOptions(timeout_ms);
+  return Out<PipelineStepHandle>(dg_pipeline_start, pipeline, context, inputs.data(), inputs.size(),
+                                 targets.data(), targets.size(), &options);
+}
+inline PipelineResultHandle pipeline_step_wait(PipelineStepHandle step) {
+  return Out<PipelineResultHandle>(dg_pipeline_step_wait, step);
+}
+inline void pipeline_step_destroy(PipelineStepHandle step) { dg_pipeline_step_destroy(step); }
 inline PipelineResultHandle pipeline_evaluate(PipelineHandle pipeline, Tensors inputs,
                                               Tensors targets, int64_t timeout_ms) {
   const dg_pipeline_run_options options = RunOptions(timeout_ms);

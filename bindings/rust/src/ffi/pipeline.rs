@@ -118,6 +118,7 @@ pub(crate) mod raw {
         type PipelineStagesHandle = super::PipelineStagesHandle;
         type PipelineHandle = super::PipelineHandle;
         type PipelineResultHandle = super::PipelineResultHandle;
+        type PipelineStepHandle = super::PipelineStepHandle;
 
         fn schedule_create(data: &RawScheduleData, flags: u64) -> Result<ScheduleHandle>;
         fn schedule_create_gpipe(stages: u64, micro_batches: u64) -> Result<ScheduleHandle>;
@@ -137,6 +138,11 @@ pub(crate) mod raw {
         fn schedule_create_zero_bubble_h2(
             stages: u64,
             micro_batches: u64,
+        ) -> Result<ScheduleHandle>;
+        fn schedule_create_zero_bubble(
+            stages: u64,
+            micro_batches: u64,
+            forwards_ahead: u64,
         ) -> Result<ScheduleHandle>;
         fn schedule_get(schedule: ScheduleHandle) -> RawScheduleData;
         fn schedule_simulate(
@@ -171,6 +177,15 @@ pub(crate) mod raw {
             targets: &[TensorHandle],
             timeout_ms: i64,
         ) -> Result<PipelineResultHandle>;
+        fn pipeline_start(
+            pipeline: PipelineHandle,
+            context: ContextHandle,
+            inputs: &[TensorHandle],
+            targets: &[TensorHandle],
+            timeout_ms: i64,
+        ) -> Result<PipelineStepHandle>;
+        fn pipeline_step_wait(step: PipelineStepHandle) -> Result<PipelineResultHandle>;
+        fn pipeline_step_destroy(step: PipelineStepHandle);
         fn pipeline_evaluate(
             pipeline: PipelineHandle,
             inputs: &[TensorHandle],
