@@ -243,14 +243,18 @@ PipelineStep::PipelineStep() = default;
 PipelineStep::PipelineStep(std::unique_ptr<Running> running) : running_(std::move(running)) {}
 PipelineStep::PipelineStep(PipelineStep&& other) noexcept = default;
 PipelineStep& PipelineStep::operator=(PipelineStep&& other) noexcept {
-  std::swap(running_, other.running_);
+  const PipelineStep ended(std::move(*this));
+  running_ = std::move(other.running_);
   return *this;
 }
 
 PipelineStep::~PipelineStep() {
   if (running_ == nullptr) return;
   running_->cancellation->Cancel(running_->left);
-  running_->pipeline->Finish(*running_).status().IgnoreError();
+  try {
+    running_->pipeline->Finish(*running_).status().IgnoreError();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): its calls end it all the same
+  }
 }
 
 absl::StatusOr<PipelineResult> PipelineStep::Wait() {
@@ -333,17 +337,16 @@ absl::Status Pipeline::BeginStart(bool alone, uint64_t* follows) {
                      "' were started, and nobody has waited for them: wait for the first one "
                      "(PipelineStep::Wait; in C dg_pipeline_step_wait)"));
   }
-  if (!in_flight_.empty()) {
-    const InFlight& last = in_flight_.back();
-    if (last.cancellation->cancelled()) {
+  for (const InFlight& each : in_flight_) {
+    if (each.cancellation->cancelled()) {
       return absl::FailedPreconditionError(
           absl::StrCat("a step of pipeline '", options_.name,
                        "' has failed behind which this one would come: wait for it, and for all "
                        "others that were "
                        "started (",
-                       last.cancellation->why().message(), ")"));
+                       each.cancellation->why().message(), ")"));
     }
-    *follows = last.step;
+    *follows = each.step;
   }
   starts_ = true;
   return absl::OkStatus();
@@ -356,6 +359,7 @@ void Pipeline::EndFollowers(uint64_t step, const absl::Status& failure) {
     absl::MutexLock lock(&mu_);
     auto each = std::find_if(in_flight_.begin(), in_flight_.end(),
                              [&](const InFlight& one) { return one.step == step; });
+    last_failed_ = in_flight_.empty() ? step : in_flight_.back().step;
     while (each != in_flight_.end() && ++each != in_flight_.end()) {
       followers.push_back(each->cancellation);
       each->before.Update(why);
@@ -459,6 +463,11 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
     DG_RETURN_IF_ERROR(calls.Wait());
     {
       absl::MutexLock lock(&mu_);
+      // Another thread has waited for it meanwhile.
+      if (follows != 0 && last_failed_ == follows) {
+        return absl::FailedPreconditionError(
+            absl::StrCat("the step of ", who, " behind which this one would come has failed"));
+      }
       in_flight_.push_back({plan.step, running->cancellation, absl::OkStatus()});
       // From now on there is nothing but success, or their answers, that takes them out again: also
       // where there is no memory for what follows.
@@ -509,8 +518,8 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
 }
 
 absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
-  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
   const absl::Cleanup forget = [&] { Forget(step.step); };
+  const auto who = [&] { return absl::StrCat("pipeline '", options_.name, "'"); };
   try {
     const at::AutoGradMode grad_mode(false);
     PipelineResult result;
@@ -518,7 +527,7 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
     try {
       ran = step.calls.Wait();
       // The ranks hear of it, too, if that fails: for whoever waits for this, the step has failed.
-      if (ran.ok()) ran = Annotate(step.Read(&result), who);
+      if (ran.ok()) ran = Annotate(step.Read(&result), who());
     } catch (...) {  // there was no memory
       ran = StatusFromException(std::current_exception());
     }
@@ -534,7 +543,7 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
                   untold_.upper_bound({step.step, std::numeric_limits<int>::max()}));
     return result;
   } catch (...) {
-    return Annotate(StatusFromException(std::current_exception()), who);
+    return Annotate(StatusFromException(std::current_exception()), who());
   }
 }
 
