@@ -8,6 +8,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -90,13 +91,13 @@ TEST(DriverNoMemoryTest, TheNextStepIsAsGoodAsAny) {
       &cluster[0], "model", {{0, {.forward = [](Tensors in) -> Tensors { return {in[0] * 2}; }}}});
   const auto pipeline = *Pipeline::Create(
       &cluster[0], {.name = "model", .workers = {WorkerName(0)}, .schedule = *GPipe(1, 1)});
-  const auto evaluate = [&] { return pipeline->Evaluate({at::ones({1, 1})}, {}).status(); };
   for (int nth = 0, failed = true; failed && !HasFailure(); ++nth) {
     SCOPED_TRACE(nth);
+    Tensors batch{at::ones({1, 1})}, next{at::ones({1, 1})};
     FailAllocation(nth);
-    evaluate().IgnoreError();
+    pipeline->Evaluate(std::move(batch)).status().IgnoreError();
     failed = FailAllocation(-1);
-    EXPECT_EQ(evaluate(), absl::OkStatus());
+    EXPECT_EQ(pipeline->Evaluate(std::move(next)).status(), absl::OkStatus());
   }
 }
 

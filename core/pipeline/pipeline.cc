@@ -386,7 +386,6 @@ void Pipeline::Forget(uint64_t step) {
 absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Context* context,
                                              Tensors inputs, Tensors targets, Deadline deadline,
                                              bool alone) {
-  const std::string who = absl::StrCat("pipeline '", options_.name, "'");
   uint64_t follows = 0;
   DG_RETURN_IF_ERROR(BeginStart(alone, &follows));
   const absl::Cleanup end = [this] {
@@ -395,6 +394,7 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
   };
   try {
     const at::AutoGradMode grad_mode(false);
+    const std::string who = absl::StrCat("pipeline '", options_.name, "'");
     const int count = schedule.micro_batches;
     absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count, schedule.backward);
     if (!cut.ok()) return Annotate(cut.status(), who);
@@ -513,7 +513,7 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
     }
     return step;
   } catch (...) {
-    return Annotate(StatusFromException(std::current_exception()), who);
+    return StatusFromException(std::current_exception());
   }
 }
 

@@ -264,16 +264,18 @@ bool RankStep::Advance(Event event) {
       if (event == Event::kEndOfList) return false;
       // One that was stopped before is not started any more.
       state_ = event == Event::kStart ? State::kRunning : State::kOver;
-      begun_ = false;
+      is_over_ = state_ == State::kOver;
       return true;
     case State::kRunning:
       if (event == Event::kStart) return false;
       state_ = event == Event::kStop ? State::kStopping : State::kOver;
+      is_over_ = state_ == State::kOver;
       return true;
     case State::kStopping:
       // Whoever waits for the step has heard of its end; now its thread has come there, too.
       if (event != Event::kEndOfList) return false;
       state_ = State::kOver;
+      is_over_ = true;
       return true;
     case State::kOver:
       return false;

@@ -89,9 +89,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
 
-  // Whether the step before it was started here, or never will be: so that this one may run behind
-  // it. The messages that start them may come in any order.
-  bool MayRun() const { return follows_ == nullptr || !follows_->begun_; }
+  // Whether the step before it has ended here, or will never run: so that this one may run. The
+  // messages that start the two may come in any order.
+  bool MayRun() const { return follows_ == nullptr || follows_->is_over_; }
   // OK once it has come to a good end here. Else why it has not; of one that runs, or was not
   // started, kFailedPrecondition.
   absl::Status CheckEndedWell() const;
@@ -211,7 +211,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
 
   // Null once Run() has seen how that has ended.
   std::shared_ptr<RankStep> follows_;
-  std::atomic<bool> begun_{true};  // whether the state is kBegun
+  std::atomic<bool> is_over_{false};  // whether the state is kOver
 
   // State of Run() alone, once it is called. (Before Start() the context is guarded by mu_.)
   Context context_;
