@@ -83,8 +83,8 @@ TEST_P(PipelineTest, FiftyStepsAreThoseOfOneProcessToTheLastBit) {
       const Schedule& schedule = one.schedule;
       const int stages = schedule.stages(), ranks = schedule.ranks();
       Cluster cluster(Workers(ranks));
-      const Layers layers(stages);
-      const Layers alone = layers.Copy();
+      const EqualLayers layers(stages);
+      const EqualLayers alone = layers.Copy();
       const auto new_optimizer =
           [&](const Tensors& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
         if (adam) return std::make_unique<torch::optim::Adam>(parameters, 0.01);
@@ -137,8 +137,8 @@ TEST_P(PipelineTest, FiftyStepsAreThoseOfOneProcessToTheLastBit) {
 
 TEST_P(PipelineTest, BatchesOfOneContextAddUp) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
-  const Layers alone = layers.Copy();
+  const EqualLayers layers(2);
+  const EqualLayers alone = layers.Copy();
   const auto stages =
       MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(2, 3));
@@ -235,7 +235,7 @@ TEST_P(PipelineTest, StagesMayHaveAnyTensorsAndParameters) {
 }
 
 // Four stages, of which two have something for others than the next one: see SkipsOf().
-Tensors ForwardWithSkips(const Layers& layers, int stage, const Tensors& in) {
+Tensors ForwardWithSkips(const EqualLayers& layers, int stage, const Tensors& in) {
   switch (stage) {
     case 0: {
       const at::Tensor h = layers.Forward(0, in)[0];
@@ -255,7 +255,7 @@ std::vector<int> SkipsOf(int stage) {
 }
 
 // What a stage has given, with what has skipped to the next one behind it.
-Tensors RunWithSkips(const Layers& layers, const at::Tensor& x) {
+Tensors RunWithSkips(const EqualLayers& layers, const at::Tensor& x) {
   const Tensors first = ForwardWithSkips(layers, 0, {x});
   const Tensors second = ForwardWithSkips(layers, 1, {first[0]});
   const Tensors third = ForwardWithSkips(layers, 2, {second[0], first[1]});
@@ -264,7 +264,7 @@ Tensors RunWithSkips(const Layers& layers, const at::Tensor& x) {
 
 std::vector<std::unique_ptr<PipelineStages>> MakeStagesWithSkips(Cluster& cluster,
                                                                  const Schedule& schedule,
-                                                                 const Layers& layers,
+                                                                 const EqualLayers& layers,
                                                                  bool recompute) {
   std::vector<std::map<int, PipelineStage>> stages(cluster.size());
   for (int s = 0; s < 4; ++s) {
@@ -295,8 +295,8 @@ TEST_P(PipelineTest, SkipConnectionsHaveTheGradientsOfOneProcessToTheLastBit) {
     SCOPED_TRACE(one.name);
     const int count = one.schedule.micro_batches;
     Cluster cluster(Workers(one.schedule.ranks()));
-    const Layers layers(4);
-    const Layers alone = layers.Copy();
+    const EqualLayers layers(4);
+    const EqualLayers alone = layers.Copy();
     const auto stages = MakeStagesWithSkips(cluster, one.schedule, layers, one.recompute);
     const auto pipeline = MakePipeline(cluster, one.schedule);
     std::vector<std::unique_ptr<Optimizer>> optimizers;
@@ -348,7 +348,7 @@ TEST_P(PipelineTest, SkipConnectionsHaveTheGradientsOfOneProcessToTheLastBit) {
 
 // Autograd adds the gradient of relu(h) to that which has skipped back to h, in place.
 TEST_P(PipelineTest, TheGradientOfASkipWithinARankBelongsToTheStageThatGetsIt) {
-  const auto forward = [](const Layers& layers, int stage, const Tensors& in) -> Tensors {
+  const auto forward = [](const EqualLayers& layers, int stage, const Tensors& in) -> Tensors {
     const at::Tensor h = layers.Forward(stage, {in[0]})[0];
     if (stage == 0) return {at::relu(h), h};
     return {stage == 2 ? h + in[1] : h};
@@ -356,8 +356,8 @@ TEST_P(PipelineTest, TheGradientOfASkipWithinARankBelongsToTheStageThatGetsIt) {
   for (const Schedule& schedule :
        {*InterleavedOneForwardOneBackward(2, 2, 4), *InterleavedOneForwardOneBackward(1, 4, 2)}) {
     Cluster cluster(Workers(schedule.ranks()));
-    const Layers layers(4);
-    const Layers alone = layers.Copy();
+    const EqualLayers layers(4);
+    const EqualLayers alone = layers.Copy();
     std::vector<std::map<int, PipelineStage>> stages(cluster.size());
     for (int s = 0; s < 4; ++s) {
       stages[schedule.rank_of_stage[s]][s] = {
@@ -428,7 +428,7 @@ TEST_P(PipelineTest, WhatSkipsAStageDoesNotPassItsWorker) {
 TEST_P(PipelineTest, SkipsThatCannotBeAreErrors) {
   const auto train = [&](std::vector<int> skips, int outputs) {
     Cluster cluster(Workers(3));
-    const Layers layers(3);
+    const EqualLayers layers(3);
     std::vector<std::unique_ptr<PipelineStages>> stages;
     for (int s = 0; s < 3; ++s) {
       PipelineStage stage{.forward =
@@ -464,7 +464,7 @@ TEST_P(PipelineTest, AnEvaluationGivesOutputsAndLosses) {
     SCOPED_TRACE(one.name);
     const int stages = one.schedule.stages();
     Cluster cluster(Workers(one.schedule.ranks()));
-    const Layers layers(stages);
+    const EqualLayers layers(stages);
     std::atomic<bool> grad_mode{false};
     const auto made = MakeStages(cluster, one.schedule.rank_of_stage, [&](int s, Tensors in) {
       if (at::GradMode::is_enabled()) grad_mode = true;
@@ -508,7 +508,7 @@ struct Broken : torch::autograd::Function<Broken> {
 
 TEST_P(PipelineTest, AnErrorNamesStageMicroBatchAndWorkerAndTheNextStepIsGood) {
   Cluster cluster(Workers(3));
-  const Layers layers(3);
+  const EqualLayers layers(3);
   std::atomic<int> calls{0};
   enum Fault { kNone, kForward, kBackward, kLoss, kNoGradient, kOutputs };
   std::atomic<Fault> fault{kNone};
@@ -570,7 +570,7 @@ TEST_P(PipelineTest, AnErrorNamesStageMicroBatchAndWorkerAndTheNextStepIsGood) {
 // What is odd, but may be a result, is one; what cannot travel is an error.
 TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   enum Fault { kNoException, kMeta, kMetaLoss, kNoLoss, kNan };
   Fault fault = kNoException;
   const auto stages = MakeStages(
@@ -612,7 +612,7 @@ TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
 
 TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto forward = [&](int stage, Tensors in) { return layers.Forward(stage, in); };
   const auto stages = MakeStages(cluster, {0, 1}, forward);
   EXPECT_EQ(PipelineStages::Create(&cluster[1], "model", {}).status().code(),
@@ -685,7 +685,7 @@ TEST_P(PipelineTest, WhatIsAskedForWronglyIsNamed) {
 
 TEST_P(PipelineTest, AWorkerThatHasNotCreatedItsStagesIsNamed) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto front = PipelineStages::Create(
       &cluster[0], "model", {{0, {.forward = [&](Tensors in) { return layers.Forward(0, in); }}}});
   ASSERT_TRUE(front.ok()) << front.status();
@@ -703,7 +703,7 @@ TEST_P(PipelineTest, AWorkerThatHasNotCreatedItsStagesIsNamed) {
 // What has made it would not be trained, and nobody would hear of it.
 TEST_P(PipelineTest, ABatchThatRequiresGradIsRefused) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
@@ -726,7 +726,7 @@ TEST_P(PipelineTest, ABatchThatRequiresGradIsRefused) {
 // would release them.
 TEST_P(PipelineTest, AContextOfAnotherWorkerIsRefused) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto optimizer =
@@ -752,9 +752,9 @@ TEST_P(PipelineTest, AFirstStageMayBeFrozen) {
   for (const Schedule& schedule : {*OneForwardOneBackward(2, 3), *ZeroBubbleH1(2, 3)}) {
     for (const bool recompute : {false, true}) {
       Cluster cluster(Workers(2));
-      Layers layers(2);
+      EqualLayers layers(2);
       for (at::Tensor frozen : layers.Of(0)) frozen.requires_grad_(false);
-      const Layers alone = layers.Copy();
+      const EqualLayers alone = layers.Copy();
       std::vector<std::unique_ptr<PipelineStages>> stages;
       for (int s = 0; s < 2; ++s) {
         stages.push_back(*PipelineStages::Create(
@@ -784,7 +784,7 @@ TEST_P(PipelineTest, AFirstStageMayBeFrozen) {
 
 TEST_P(PipelineTest, ADeadlineEndsAStepEverywhere) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification end;
   std::atomic<bool> blocks{true};
   const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
@@ -823,7 +823,7 @@ TEST_P(PipelineTest, ADeadlineEndsAStepEverywhere) {
 
 TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {
   Cluster cluster(Workers(3));
-  const Layers layers(3);
+  const EqualLayers layers(3);
   std::atomic<int> calls{0};
   const auto forward = [&](int stage, Tensors in) {
     // Ends in the middle of a step, without a farewell.
@@ -869,8 +869,8 @@ TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {
 TEST_P(PipelineTest, WithAWorkerThatHasComeBackTheJobGoesOnFromItsLastStep) {
   constexpr int kStages = 3, kSteps = 6, kLostIn = 3;
   Cluster cluster(Workers(kStages));
-  Layers layers(kStages);
-  const Layers alone = layers.Copy();
+  EqualLayers layers(kStages);
+  const EqualLayers alone = layers.Copy();
   const auto descend = [](const Tensors& parameters, auto gradient_of) {
     const at::AutoGradMode grad_mode(false);
     for (at::Tensor parameter : parameters) parameter.sub_(gradient_of(parameter), 0.1);
@@ -905,7 +905,7 @@ TEST_P(PipelineTest, WithAWorkerThatHasComeBackTheJobGoesOnFromItsLastStep) {
       const Context context = cluster[0].NewContext();
       return pipeline->Train(context, {x}, {y}).status();
     };
-    const Layers saved = layers.Copy();
+    const EqualLayers saved = layers.Copy();
     absl::Status status = absl::UnavailableError("no step yet");
     if (step == kLostIn) {
       forwards_left = 2;
@@ -943,8 +943,8 @@ TEST_P(PipelineTest, WithAWorkerThatHasComeBackTheJobGoesOnFromItsLastStep) {
 
 TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
-  const Layers alone = layers.Copy();
+  const EqualLayers layers(2);
+  const EqualLayers alone = layers.Copy();
   std::vector<std::unique_ptr<PipelineStages>> stages;
   for (int s = 0; s < 2; ++s) {
     stages.push_back(
@@ -977,7 +977,7 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
 // parameters, or save them, once Train() has returned.
 TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification steps, returned;
   const CallOnTheWayBack::Call fails = [&] {
     steps.WaitForNotification();
@@ -1016,7 +1016,7 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
 // The back fails in its step while the front still goes backward, which has its step yet to come.
 TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification goes_backward, returned;
   const CallOnTheWayBack::Call waits = [&] {
     goes_backward.Notify();
@@ -1057,7 +1057,7 @@ TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
 // A stage's own deadline is not that of the step: there is time to wait for those that step.
 TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification steps, returned;
   const CallOnTheWayBack::Call fails = [&] {
     steps.WaitForNotification();
@@ -1095,7 +1095,7 @@ TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
 // It is the recorder that has failed.
 TEST_P(PipelineTest, AStepAfterWhichTheRecorderFailsHasStepped) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   PipelineStage stage = {.forward = [&](Tensors in) { return layers.Forward(0, std::move(in)); },
                          .loss = Loss,
                          .step = [](const Context&) { return absl::OkStatus(); }};
@@ -1125,7 +1125,7 @@ TEST_P(PipelineTest, AWorkerThatDoesNotAnswerHidesNothingOfTheOthers) {
     enough *= 2;
     is_late = true;
     Cluster cluster(Workers(2));
-    const Layers layers(2);
+    const EqualLayers layers(2);
     absl::Notification ends;
     ASSERT_TRUE(cluster[1]
                     .Register("wait",
@@ -1174,7 +1174,7 @@ TEST_P(PipelineTest, AWorkerThatDoesNotAnswerHidesNothingOfTheOthers) {
 TEST_P(PipelineTest, AStepThatFailsOrIsLostWithItsWorkerIsSaid) {
   for (const bool lost : {false, true}) {
     Cluster cluster(Workers(2));
-    const Layers layers(2);
+    const EqualLayers layers(2);
     std::vector<std::map<int, PipelineStage>> own(2);
     for (int s = 0; s < 2; ++s) {
       own[s][s] = {.forward = [&, s](Tensors in) { return layers.Forward(s, std::move(in)); },
@@ -1229,8 +1229,8 @@ TEST_P(PipelineTest, TiedParametersHaveTheSumOfTheGradientsOfAllStages) {
                  : schedule.rank_of_stage[stage];
     };
     Cluster cluster(Workers(static_cast<int>(cases[number].workers.size())));
-    const Layers layers(stages);
-    const Layers alone = layers.Copy();
+    const EqualLayers layers(stages);
+    const EqualLayers alone = layers.Copy();
     const at::Tensor tied = (at::randn({16, 16}) * 0.3).requires_grad_(true);
     std::map<int, at::Tensor> copies;  // by worker, or by stage
     Tensors own(stages), seen(stages);
@@ -1293,8 +1293,8 @@ TEST_P(PipelineTest, ClippingCountsATiedParameterOnce) {
     SCOPED_TRACE(copies);
     const bool apart = copies == kOnTwoWorkers;
     Cluster cluster(Workers(apart ? 2 : 1));
-    const Layers layers(2);
-    const Layers alone = layers.Copy();
+    const EqualLayers layers(2);
+    const EqualLayers alone = layers.Copy();
     const at::Tensor tied = (at::randn({16, 16}) * 0.3).requires_grad_(true);
     Tensors own;
     for (int s = 0; s < 2; ++s) {
@@ -1381,7 +1381,7 @@ TEST_P(PipelineTest, TiedParametersThatDoNotFitAreNamed) {
 // It names no micro-batch: they are of all of them.
 TEST_P(PipelineTest, GradientsOfTiedParametersThatCannotBeSentAreNamed) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification received;
   std::vector<std::unique_ptr<PipelineStages>> stages;
   for (int s = 0; s < 2; ++s) {
@@ -1476,7 +1476,7 @@ TEST_P(PipelineTest, TiedParametersMayHaveSparseGradients) {
 // The front waits for gradients that the back would send after the front's sums have come.
 TEST_P(PipelineTest, ASendBehindAStepOfTiedParametersIsRefused) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::vector<std::map<int, PipelineStage>> own(2);
   for (int s = 0; s < 2; ++s) {
     own[s][s] = {.forward = [&, s](Tensors in) { return layers.Forward(s, in); },
@@ -1591,9 +1591,9 @@ class PipelineReplicasTest : public PipelineTest {
   static constexpr int kReplicas = 2;
 
   // Two stages for each replica, of which the first is not trained.
-  static std::vector<Layers> WithFrozenFirstStage() {
-    std::vector<Layers> of_replica = {Layers(2), Layers(2)};
-    for (const Layers& layers : of_replica) {
+  static std::vector<EqualLayers> WithFrozenFirstStage() {
+    std::vector<EqualLayers> of_replica = {EqualLayers(2), EqualLayers(2)};
+    for (const EqualLayers& layers : of_replica) {
       for (at::Tensor parameter : layers.Of(0)) parameter.requires_grad_(false);
     }
     return of_replica;
@@ -1602,7 +1602,7 @@ class PipelineReplicasTest : public PipelineTest {
   // For each worker an averager of its layers over those that have the same rank; and of one more
   // parameter, where there are some, by worker.
   static std::vector<std::shared_ptr<GradientAverager>> MakeAveragers(
-      Cluster& cluster, const Schedule& schedule, const std::vector<Layers>& of_replica,
+      Cluster& cluster, const Schedule& schedule, const std::vector<EqualLayers>& of_replica,
       const Tensors& more = {}, const Tensors& left_out = {}) {
     std::vector<std::shared_ptr<GradientAverager>> made(cluster.size());
     std::vector<std::thread> threads;
@@ -1639,7 +1639,7 @@ class PipelineReplicasTest : public PipelineTest {
   }
 
   // The one stage of a pipeline, on the first worker.
-  static std::unique_ptr<PipelineStages> MakeOneStage(Cluster& cluster, const Layers& layers,
+  static std::unique_ptr<PipelineStages> MakeOneStage(Cluster& cluster, const EqualLayers& layers,
                                                       std::shared_ptr<GradientAverager> averager) {
     auto made = PipelineStages::Create(
         &cluster[0], "model",
@@ -1698,13 +1698,13 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
     const Schedule schedule = WithSteps(one.schedule);
     const int stages = schedule.stages(), count = schedule.micro_batches;
     Cluster cluster(Workers(kReplicas * schedule.ranks()));
-    const Layers alone(stages);
+    const EqualLayers alone(stages);
     // Those of the first replica are given to all.
-    const std::vector<Layers> of_replica = {alone.Copy(), Layers(stages)};
+    const std::vector<EqualLayers> of_replica = {alone.Copy(), EqualLayers(stages)};
     const auto averagers = MakeAveragers(cluster, schedule, of_replica);
     std::vector<std::unique_ptr<PipelineStages>> made;
     for (int i = 0; i < cluster.size(); ++i) {
-      const Layers& layers = of_replica[i / schedule.ranks()];
+      const EqualLayers& layers = of_replica[i / schedule.ranks()];
       std::map<int, PipelineStage> own;
       for (int s = 0; s < stages; ++s) {
         if (schedule.rank_of_stage[s] != i % schedule.ranks()) continue;
@@ -1748,12 +1748,12 @@ TEST_P(PipelineReplicasTest, StepsInFlightTakeTheAveragesOfAllReplicas) {
   constexpr int kRanks = 2, kMicroBatches = 2, kSteps = 5;
   const Schedule schedule = WithSteps(*ZeroBubbleH1(kRanks, kMicroBatches));
   Cluster cluster(Workers(kReplicas * kRanks));
-  const Layers alone(kRanks);
-  const std::vector<Layers> of_replica = {alone.Copy(), Layers(kRanks)};
+  const EqualLayers alone(kRanks);
+  const std::vector<EqualLayers> of_replica = {alone.Copy(), EqualLayers(kRanks)};
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {
-    const Layers& layers = of_replica[i / kRanks];
+    const EqualLayers& layers = of_replica[i / kRanks];
     const int s = i % kRanks;
     auto own = PipelineStages::Create(
         &cluster[i], "model",
@@ -1813,12 +1813,12 @@ TEST_P(PipelineReplicasTest, BatchesOfOneContextAddUpOverTheReplicas) {
   constexpr int kRanks = 2, kBatches = 2, kMicroBatches = 3;
   const Schedule schedule = *ZeroBubbleH1(kRanks, kMicroBatches);
   Cluster cluster(Workers(kReplicas * kRanks));
-  const Layers alone(kRanks);
-  const std::vector<Layers> of_replica = {alone.Copy(), Layers(kRanks)};
+  const EqualLayers alone(kRanks);
+  const std::vector<EqualLayers> of_replica = {alone.Copy(), EqualLayers(kRanks)};
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {
-    const Layers& layers = of_replica[i / kRanks];
+    const EqualLayers& layers = of_replica[i / kRanks];
     const int s = i % kRanks;
     auto own = PipelineStages::Create(
         &cluster[i], "model",
@@ -1866,8 +1866,8 @@ TEST_P(PipelineReplicasTest, CopiesOfATiedParameterHaveTheAverageOfTheSumsOfEach
   for (const Schedule& schedule :
        {WithSteps(*OneForwardOneBackward(2, 3)), WithSteps(*ZeroBubbleH1(2, 3))}) {
     Cluster cluster(Workers(kReplicas * 2));
-    const Layers alone(2);
-    const std::vector<Layers> of_replica = {alone.Copy(), alone.Copy()};
+    const EqualLayers alone(2);
+    const std::vector<EqualLayers> of_replica = {alone.Copy(), alone.Copy()};
     const at::Tensor tied = (at::randn({16, 16}) * 0.3).requires_grad_(true);
     Tensors copies;  // by worker
     for (int i = 0; i < cluster.size(); ++i) {
@@ -1875,13 +1875,13 @@ TEST_P(PipelineReplicasTest, CopiesOfATiedParameterHaveTheAverageOfTheSumsOfEach
     }
     const auto averagers = MakeAveragers(cluster, schedule, of_replica, copies);
     // The first stage multiplies by it, and the last one by what it is transposed.
-    const auto forward = [](const Layers& layers, const at::Tensor& own, int s, Tensors in) {
+    const auto forward = [](const EqualLayers& layers, const at::Tensor& own, int s, Tensors in) {
       if (s == 0) return layers.Forward(0, {in[0].mm(own)});
       return Tensors{layers.Forward(1, in)[0].mm(own.t())};
     };
     std::vector<std::unique_ptr<PipelineStages>> made;
     for (int i = 0; i < cluster.size(); ++i) {
-      const Layers& layers = of_replica[i / 2];
+      const EqualLayers& layers = of_replica[i / 2];
       const int s = i % 2;
       PipelineStage stage = {
           .forward = [&, s, i](Tensors in) { return forward(layers, copies[i], s, std::move(in)); },
@@ -1919,7 +1919,7 @@ TEST_P(PipelineReplicasTest, CopiesOfATiedParameterHaveTheAverageOfTheSumsOfEach
       EXPECT_TRUE(copy.allclose(tied, 1e-4, 1e-5));
       EXPECT_TRUE(at::equal(copy, copies[0]));
     }
-    for (const Layers& layers : of_replica) {
+    for (const EqualLayers& layers : of_replica) {
       EXPECT_TRUE(layers.weights[0].allclose(alone.weights[0], 1e-4, 1e-5));
     }
   }
@@ -1933,12 +1933,12 @@ TEST_P(PipelineReplicasTest, ReplicasWithUnequalPartsCountTheSameUnlessRowsDo) {
     SCOPED_TRACE(by_rows);
     const Schedule schedule = WithSteps(*OneForwardOneBackward(1, 2));
     Cluster cluster(Workers(kReplicas));
-    const Layers alone(1);
-    const std::vector<Layers> of_replica = {alone.Copy(), alone.Copy()};
+    const EqualLayers alone(1);
+    const std::vector<EqualLayers> of_replica = {alone.Copy(), alone.Copy()};
     const auto averagers = MakeAveragers(cluster, schedule, of_replica);
     std::vector<std::unique_ptr<PipelineStages>> made;
     for (int r = 0; r < kReplicas; ++r) {
-      const Layers& layers = of_replica[r];
+      const EqualLayers& layers = of_replica[r];
       auto stages = PipelineStages::Create(
           &cluster[r], "model",
           {{0,
@@ -1970,7 +1970,7 @@ TEST_P(PipelineReplicasTest, ReplicasWithUnequalPartsCountTheSameUnlessRowsDo) {
       ASSERT_EQ(status, absl::OkStatus());
     }
     const at::AutoGradMode grad_mode(false);
-    for (const Layers& layers : of_replica) {
+    for (const EqualLayers& layers : of_replica) {
       EXPECT_TRUE(
           layers.weights[0].allclose(alone.weights[0] - alone.weights[0].grad(), 1e-4, 1e-5));
     }
@@ -1986,12 +1986,12 @@ TEST_P(PipelineReplicasTest, AStepThatFailsEndsTheAveragesOfAllReplicas) {
   };
   const Schedule schedule = *OneForwardOneBackward(2, 2);
   Cluster cluster(Workers(kReplicas * 2));
-  const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+  const std::vector<EqualLayers> of_replica = {EqualLayers(2), EqualLayers(2)};
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::vector<std::map<int, PipelineStage>> stages(cluster.size());
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {
-    const Layers& layers = of_replica[i / 2];
+    const EqualLayers& layers = of_replica[i / 2];
     const int s = i % 2;
     const auto forward = [&layers, &throw_once, s, i](Tensors in) -> Tensors {
       Tensors out = layers.Forward(s, std::move(in));
@@ -2022,7 +2022,7 @@ TEST_P(PipelineReplicasTest, ARankThatHasEndedWellFailsWithItsStep) {
   for (const bool is_late : {false, true}) {
     SCOPED_TRACE(is_late);
     Cluster cluster(Workers(1));
-    const std::vector<Layers> layers = {Layers(1)};
+    const std::vector<EqualLayers> layers = {EqualLayers(1)};
     const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
     const auto stages = MakeOneStage(cluster, layers[0], averagers[0]);
     const DriverOfOneStage driver(cluster[0]);
@@ -2057,7 +2057,7 @@ TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep)
   for (const bool is_new : {false, true}) {
     SCOPED_TRACE(is_new);
     Cluster cluster(Workers(1));
-    const std::vector<Layers> layers = {Layers(1)};
+    const std::vector<EqualLayers> layers = {EqualLayers(1)};
     const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
     auto stages = MakeOneStage(cluster, layers[0], averagers[0]);
     const DriverOfOneStage driver(cluster[0]), other(cluster[0]);
@@ -2087,7 +2087,7 @@ TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep)
 TEST_P(PipelineReplicasTest, StagesThatAreMadeAnewDoNotAverageOnWithTheirAverager) {
   const Schedule schedule = *OneForwardOneBackward(2, 1);
   Cluster cluster(Workers(2));
-  const std::vector<Layers> of_replica = {Layers(2)};
+  const std::vector<EqualLayers> of_replica = {EqualLayers(2)};
   for (at::Tensor parameter : of_replica[0].Of(0)) parameter.requires_grad_(false);
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   const auto make = [&](int s, PipelineStagesOptions options) {
@@ -2139,7 +2139,7 @@ TEST_P(PipelineReplicasTest, StagesThatAreMadeAnewDoNotAverageOnWithTheirAverage
 TEST_P(PipelineReplicasTest, AStepThatFailsWhenAllAveragesAreDoneEndsThem) {
   const Schedule schedule = *OneForwardOneBackward(2, 2);
   Cluster cluster(Workers(kReplicas * 2));
-  const std::vector<Layers> of_replica = WithFrozenFirstStage();
+  const std::vector<EqualLayers> of_replica = WithFrozenFirstStage();
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::atomic<bool> throws{true};
   const Action last = schedule.lists[0].back();
@@ -2158,7 +2158,7 @@ TEST_P(PipelineReplicasTest, AStepThatFailsWhenAllAveragesAreDoneEndsThem) {
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {
     const int s = i % 2;
-    const Layers& layers = of_replica[i / 2];
+    const EqualLayers& layers = of_replica[i / 2];
     PipelineStagesOptions options = {.averager = s == 1 ? averagers[i] : nullptr};
     if (i == 0) options.on_action = throw_once;
     made.push_back(*PipelineStages::Create(
@@ -2320,7 +2320,7 @@ TEST_P(PipelineReplicasTest, AnEndThatIsServedLateEndsTheAveragesYet) {
   for (absl::Duration limit = absl::Seconds(2); !is_late; limit *= 2) {
     ASSERT_LT(limit, absl::Minutes(1));
     Cluster cluster(workers);
-    const std::vector<Layers> of_replica = {Layers(2)};
+    const std::vector<EqualLayers> of_replica = {EqualLayers(2)};
     for (at::Tensor parameter : of_replica[0].Of(0)) parameter.requires_grad_(false);
     const auto averagers = MakeAveragers(cluster, schedule, of_replica);
     std::atomic<size_t> taken{0};
@@ -2392,7 +2392,7 @@ TEST_P(PipelineReplicasTest, AnEndThatIsServedLateEndsTheAveragesYet) {
 // fail with it.
 TEST_P(PipelineReplicasTest, AStepThatIsStoppedBehindItsListEndsTheAverages) {
   Cluster cluster(Workers(1));
-  const std::vector<Layers> layers = {Layers(1)};
+  const std::vector<EqualLayers> layers = {EqualLayers(1)};
   const auto averagers = MakeAveragers(cluster, *GPipe(1, 1), layers);
   const DriverOfOneStage driver(cluster[0]);
   const std::vector<Action> forward = DriverOfOneStage::Forward(), both = DriverOfOneStage::Both();
@@ -2436,12 +2436,12 @@ TEST_P(PipelineReplicasTest, ARankDoesNotWaitForTheBackwardOfThoseBefore) {
       }
     };
     Cluster cluster(Workers(kReplicas * 2));
-    const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+    const std::vector<EqualLayers> of_replica = {EqualLayers(2), EqualLayers(2)};
     const auto averagers = MakeAveragers(cluster, schedule, of_replica);
     std::vector<std::unique_ptr<PipelineStages>> made;
     for (int i = 0; i < cluster.size(); ++i) {
       const int s = i % 2, replica = i / 2;
-      const Layers& layers = of_replica[replica];
+      const EqualLayers& layers = of_replica[replica];
       made.push_back(*PipelineStages::Create(
           &cluster[i], "model",
           {{s,
@@ -2468,7 +2468,7 @@ TEST_P(PipelineReplicasTest, ARankDoesNotWaitForTheBackwardOfThoseBefore) {
 
 TEST_P(PipelineReplicasTest, WhatCannotBeAveragedIsNamed) {
   Cluster cluster(Workers(1));
-  const std::vector<Layers> layers = {Layers(2)};
+  const std::vector<EqualLayers> layers = {EqualLayers(2)};
   const Schedule one_rank{.micro_batches = 1,
                           .rank_of_stage = {0, 0},
                           .lists = {{{Action::Kind::kForward, 0, 0},
@@ -2509,7 +2509,7 @@ TEST_P(PipelineReplicasTest, WhatCannotBeAveragedIsNamed) {
 // another order on each replica, and average the gradients of one with those of the other.
 TEST_P(PipelineReplicasTest, OneAveragerOfTwoWorkersIsRefused) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto group = ProcessGroup::Create({.name = "shared", .store = cluster[0].store()});
   ASSERT_TRUE(group.ok()) << group.status();
   std::vector<NamedTensor> parameters;
@@ -2553,13 +2553,13 @@ TEST_P(PipelineReplicasTest, AParameterThatNoAveragerHasIsNamed) {
     for (const std::string missing : {"", "bias 0", "bias 1", "tied", "averager 0", "averager 1"}) {
       SCOPED_TRACE(absl::StrCat(schedule.lists[0].size(), " actions, without ", missing));
       Cluster cluster(Workers(kReplicas * 2));
-      const std::vector<Layers> of_replica = {Layers(2), Layers(2)};
+      const std::vector<EqualLayers> of_replica = {EqualLayers(2), EqualLayers(2)};
       Tensors tied, left_out;
       for (int i = 0; i < cluster.size(); ++i) {
         tied.push_back((at::ones({16, 16}) * 0.1).requires_grad_(true));
       }
       for (int s = 0; s < 2; ++s) {
-        for (const Layers& layers : of_replica) {
+        for (const EqualLayers& layers : of_replica) {
           // A frozen one need not be in the list.
           if (missing.empty()) layers.biases[s].requires_grad_(false);
           if (missing.empty() || missing == absl::StrCat("bias ", s)) {
@@ -2622,12 +2622,12 @@ TEST_P(PipelineReplicasTest, AParameterThatNoAveragerHasIsNamed) {
 TEST_P(PipelineReplicasTest, AWorkerWhoseStagesAreFrozenNeedsNoAverager) {
   const Schedule schedule = *OneForwardOneBackward(2, 2);
   Cluster cluster(Workers(kReplicas * 2));
-  const std::vector<Layers> of_replica = WithFrozenFirstStage();
+  const std::vector<EqualLayers> of_replica = WithFrozenFirstStage();
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
   std::vector<std::unique_ptr<PipelineStages>> made;
   for (int i = 0; i < cluster.size(); ++i) {
     const int s = i % 2;
-    const Layers& layers = of_replica[i / 2];
+    const EqualLayers& layers = of_replica[i / 2];
     made.push_back(*PipelineStages::Create(
         &cluster[i], "model",
         {{s,
@@ -2671,7 +2671,7 @@ class StandingStepTest : public PipelineTest {
   }
 
   Cluster cluster_{Workers(2)};
-  const Layers layers_{2};
+  const EqualLayers layers_{2};
   const Tensors x_{at::randn({4, 16})}, y_{at::randn({4, 16})};
   absl::Notification begun_, go_;
   std::vector<std::unique_ptr<PipelineStages>> stages_;
@@ -2704,7 +2704,7 @@ TEST_P(StandingStepTest, AnotherPipelineOfTheSameWorkerIsRefused) {
 // more to do.
 TEST_P(PipelineTest, ALastParcelThatIsLostEndsTheStep) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const CallOnTheWayBack::Call before_last = [&] {
     cluster[0].UnregisterOwn("distgrad.pipeline.deliver/model");
   };
@@ -2737,7 +2737,7 @@ TEST_P(PipelineTest, MemoryThatIsWrittenAgainIsAnError) {
   for (const bool together : {false, true}) {
     SCOPED_TRACE(together ? "on one rank" : "on two ranks");
     Cluster cluster(Workers(2));
-    const Layers layers(2);
+    const EqualLayers layers(2);
     std::atomic<Fault> fault{kNone};
     reused = at::empty({2, 16});
     const auto forward = [&](int stage, Tensors in) -> Tensors {
@@ -2812,7 +2812,7 @@ TEST_P(PipelineTest, MemoryThatIsWrittenAgainIsAnError) {
 // A loss that reads a target which is not there would end its process.
 TEST_P(PipelineTest, AnotherNumberOfTensorsThanAStageTakesIsAnError) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto back = PipelineStages::Create(
       &cluster[1], "model",
       {{1, {.forward = [&](Tensors in) { return layers.Forward(1, in); }, .loss = Loss}}});
@@ -2841,7 +2841,7 @@ TEST_P(PipelineTest, ABatchMayBeLargerThanTheLimitsOfWhatIsOnItsWay) {
   options.limits.bytes_per_peer = 100'000;
   options.limits.calls_per_peer = 8;
   Cluster cluster(options);
-  const Layers layers(3);
+  const EqualLayers layers(3);
   const auto stages = MakeStages(cluster, {0, 1, 2},
                                  [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = Pipeline::Create(
@@ -2863,7 +2863,7 @@ at::Tensor Watched(at::Tensor tensor, std::shared_ptr<absl::Notification> end) {
 
 TEST_P(PipelineTest, AfterAStepNothingOfItIsKept) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto end = std::make_shared<absl::Notification>();
   const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
     Tensors out = layers.Forward(stage, in);
@@ -2902,7 +2902,7 @@ TEST_P(PipelineTest, AutocastIsThatOfTheCallerInForwardAndOffInBackward) {
   };
   backwards = backwards_with_autocast = 0;
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::atomic<int> forwards_of_half{0};
   const auto forward = [&](int stage, Tensors in) -> Tensors {
     const at::Tensor product = at::linear(in[0], layers.weights[stage], layers.biases[stage]);
@@ -2934,7 +2934,7 @@ TEST_P(PipelineTest, AutocastIsThatOfTheCallerInForwardAndOffInBackward) {
 // Not in those of whoever drives the pipeline, nor in what another function has left behind.
 TEST_P(PipelineTest, AnOptimizersStepRunsInTheModesOfANewThread) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::atomic<int> steps{0}, spans{0}, in_other_modes{0};
   const auto look = [&] {
     if (at::autocast::is_autocast_enabled(at::kCPU) || c10::InferenceMode::is_enabled()) {
@@ -3000,7 +3000,7 @@ TEST_P(PipelineTest, AStageThatIsRecomputedGivesTheSameBitsAndKeepsLess) {
   };
   for (const bool halves : {false, true}) {
     SCOPED_TRACE(halves ? "ZB-H1" : "GPipe");
-    const Layers layers(2);
+    const EqualLayers layers(2);
     const Tensors x{at::randn({8, 16})}, y{at::randn({8, 16})};
     Tensors losses, gradients;
     std::vector<int> kept;
@@ -3043,7 +3043,7 @@ TEST_P(PipelineTest, AStageThatIsRecomputedGivesTheSameBitsAndKeepsLess) {
 
 TEST_P(PipelineTest, ARecomputationWithOtherRandomNumbersIsAnError) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   int forwards = 0;
   const auto stages =
       PipelineStages::Create(&cluster[0], "model",
@@ -3069,7 +3069,7 @@ TEST_P(PipelineTest, ARecomputationWithOtherRandomNumbersIsAnError) {
 // Both forwards leave the generator in the same state, and have other numbers.
 TEST_P(PipelineTest, ARecomputationWithTheNumbersOfAnotherThreadIsAnError) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   int forwards = 0;
   const auto forward = [&](Tensors in) {
     at::Tensor own, of_another;
@@ -3103,7 +3103,7 @@ TEST_P(PipelineTest, ARecomputationWithTheNumbersOfAnotherThreadIsAnError) {
 
 TEST_P(PipelineTest, ARecomputationComparesOutputsOfEachType) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   constexpr int kNone = -1;
   int forwards = 0, other = kNone;
   const auto forward = [&](Tensors in) -> Tensors {
@@ -3148,7 +3148,7 @@ TEST_P(PipelineTest, ARecomputationComparesOutputsOfEachType) {
 TEST_P(PipelineTest, ARecomputationOfSomethingElseIsAnError) {
   enum Fault { kNone, kInput, kTarget, kInputMeanwhile, kLoss, kHistory };
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   Fault fault = kNone;
   int forwards = 0;
   at::Tensor kept;
@@ -3241,7 +3241,7 @@ TEST_P(PipelineTest, AStageMayAddAParameterToItsInput) {
 
 TEST_P(PipelineTest, AStageUsesAsManyThreadsAsItMay) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   const int before = at::get_num_threads();
   std::atomic<int> threads{0};
   EXPECT_EQ(PipelineStages::Create(&cluster[0], "model", {}, {.num_threads = -1}).status().code(),
@@ -3268,7 +3268,7 @@ TEST_P(PipelineTest, AStageUsesAsManyThreadsAsItMay) {
 TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
   Cluster cluster(Workers(1));
   ASSERT_EQ(cluster[0].local_world_size(), 0);
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::array<std::atomic<int>, 2> threads{};
   const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
     threads[stage] = at::get_num_threads();
@@ -3287,7 +3287,7 @@ TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
 TEST_P(PipelineTest, ARankThatIsAloneUsesAllThreadsAgain) {
   const int before = at::get_num_threads(), all = UsableProcessors() + 1;
   Cluster cluster(Workers(1));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::array<std::atomic<int>, 2> threads{};
   at::set_num_threads(all);
   const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
@@ -3317,7 +3317,7 @@ TEST_P(PipelineTest, ARankThatIsAloneUsesAllThreadsAgain) {
 // run twice at once.
 TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPartition) {
   Cluster cluster(Workers(1));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification begun, end;
   std::atomic<int> inside{0}, most{0};
   const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) {
@@ -3348,7 +3348,7 @@ TEST_P(PipelineTest, OneStepRunsAtATimeAlsoOfAnotherPartition) {
 // A step keeps its stages from its beginning on: those of another partition, too.
 TEST_P(PipelineTest, AStepThatHasBegunKeepsItsStages) {
   Cluster cluster(Workers(1));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const Tensors x{at::randn({4, 16})};
@@ -3408,7 +3408,7 @@ TEST_P(PipelineTest, AStepThatHasBegunKeepsItsStages) {
 // A step of the same partition that has begun stands before the one whose function still runs.
 TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   Cluster cluster(Workers(1));
-  const Layers layers(3);
+  const EqualLayers layers(3);
   absl::Notification runs, end;
   std::atomic<int> inside{0}, most{0};
   auto stages = MakeStages(cluster, {0, 0, 0}, [&](int stage, Tensors in) {
@@ -3479,7 +3479,7 @@ TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
 // A driver that is refused by one worker has nothing of the others.
 TEST_P(PipelineTest, AStepThatIsRefusedGivesBackWhatItHas) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
@@ -3518,7 +3518,7 @@ TEST_P(PipelineTest, AStepThatIsRefusedGivesBackWhatItHas) {
 TEST_P(PipelineTest, OfTwoDriversThatBeginAtOneMomentOneRuns) {
   constexpr int kRounds = 50;
   Cluster cluster(Workers(3));
-  const Layers layers(3);
+  const EqualLayers layers(3);
   const auto stages = MakeStages(cluster, {0, 1, 2},
                                  [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   std::array<std::unique_ptr<Pipeline>, 2> pipelines;
@@ -3553,7 +3553,7 @@ TEST_P(PipelineTest, OfTwoDriversThatBeginAtOneMomentOneRuns) {
 // Its driver may ask for that when the next step has begun.
 TEST_P(PipelineTest, WhatAStepThatWasReplacedHasSteppedIsKnown) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   PipelineStage stage = {.forward = [&](Tensors in) { return layers.Forward(0, std::move(in)); },
                          .loss = Loss,
                          .step = [](const Context&) { return absl::OkStatus(); }};
@@ -3588,7 +3588,7 @@ TEST_P(PipelineTest, WhatAStepThatWasReplacedHasSteppedIsKnown) {
 // Tied parameters would be sent to the first stage of a rank that has none.
 TEST_P(PipelineTest, APlanWithARankThatHasNoStageIsRefused) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   PipelineStage stage = {.forward = [&](Tensors in) { return layers.Forward(0, in); },
                          .loss = Loss};
   stage.tied = {{"embedding", layers.weights[0]}};
@@ -3621,7 +3621,7 @@ TEST_P(PipelineTest, APlanWithARankThatHasNoStageIsRefused) {
 
 TEST_P(PipelineTest, StagesThatAreClosedAreWaitedForUntilTheDeadline) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   absl::Notification begun, end;
   bool closed_in_function = true;
   std::unique_ptr<PipelineStages> stages;

@@ -65,8 +65,8 @@ TEST_P(StepsInFlightTest, FortyStepsAreThoseOfOneProcessToTheLastBit) {
       const Schedule schedule = WithSteps(one.schedule);
       const int stages = schedule.stages();
       Cluster cluster(Workers(schedule.ranks()));
-      const Layers layers(stages);
-      const Layers alone = layers.Copy();
+      const EqualLayers layers(stages);
+      const EqualLayers alone = layers.Copy();
       const auto new_optimizer =
           [&](const Tensors& parameters) -> std::unique_ptr<torch::optim::Optimizer> {
         if (adam) return std::make_unique<torch::optim::Adam>(parameters, 0.01);
@@ -120,7 +120,7 @@ TEST_P(StepsInFlightTest, FortyStepsAreThoseOfOneProcessToTheLastBit) {
 // round: one step after the other would not come to its end.
 TEST_P(StepsInFlightTest, ARankBeginsTheNextStepWhileAnotherIsInTheOneBefore) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::atomic<int> forwards{0};
   absl::Notification front_is_ahead;
   std::vector<std::map<int, PipelineStage>> own(2);
@@ -148,7 +148,7 @@ TEST_P(StepsInFlightTest, ARankBeginsTheNextStepWhileAnotherIsInTheOneBefore) {
 // only begun.
 TEST_P(StepsInFlightTest, WhoWaitsForTheLastStepFirstHasAllOfThem) {
   Cluster cluster(Workers(3));
-  const Layers layers(3);
+  const EqualLayers layers(3);
   const auto stages = MakeStages(cluster, {0, 1, 2},
                                  [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(3, 4));
@@ -164,7 +164,7 @@ TEST_P(StepsInFlightTest, WhoWaitsForTheLastStepFirstHasAllOfThem) {
 
 TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification all_started;
   std::atomic<int> front_forwards{0}, back_steps{0};
   std::atomic<bool> fails{true};
@@ -220,7 +220,7 @@ TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
 // The front has gone through the first step when the back fails in it, and is in the next one.
 TEST_P(StepsInFlightTest, AStepThatFailsOnAnotherRankEndsThoseBehindIt) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::atomic<int> forwards{0};
   absl::Notification front_is_ahead;
   std::vector<std::map<int, PipelineStage>> own(2);
@@ -255,7 +255,7 @@ TEST_P(StepsInFlightTest, AStepThatFailsOnAnotherRankEndsThoseBehindIt) {
 
 TEST_P(StepsInFlightTest, AStepThatNobodyWaitsForEnds) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification stands, go;
   std::atomic<int> steps{0};
   std::vector<std::map<int, PipelineStage>> own(2);
@@ -287,7 +287,7 @@ TEST_P(StepsInFlightTest, AStepThatNobodyWaitsForEnds) {
 
 TEST_P(StepsInFlightTest, WhatMayNotRunBesideAStepIsRefused) {
   Cluster cluster(Workers(1));
-  const Layers layers(1);
+  const EqualLayers layers(1);
   const auto stages =
       MakeStages(cluster, {0}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
@@ -311,7 +311,7 @@ TEST_P(StepsInFlightTest, WhatMayNotRunBesideAStepIsRefused) {
 // Batches of several contexts whose gradients nobody has used yet: each has those of its own.
 TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   const auto stages =
       MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
   const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(2, 3));
@@ -324,7 +324,7 @@ TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
   }
   for (int i = 0; i < 4; ++i) {
     ASSERT_EQ(started[i].step.Wait().status(), absl::OkStatus());
-    const Layers alone = layers.Copy();
+    const EqualLayers alone = layers.Copy();
     StepAlone(alone, 2, 3, true, xs[i], ys[i]);
     EXPECT_TRUE(
         at::equal(*started[i].context->Gradient(layers.weights[0]), alone.weights[0].grad()));
@@ -334,7 +334,7 @@ TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
 // All of them, and not only the one that was started last.
 TEST_P(StepsInFlightTest, StagesThatAreTakenOffEndAllOfThem) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::atomic<int> front_forwards{0};
   absl::Notification front_waits, go;
   std::vector<std::map<int, PipelineStage>> own(2);
@@ -370,7 +370,7 @@ TEST_P(StepsInFlightTest, StagesThatAreTakenOffEndAllOfThem) {
 // A rank that is through with the step, and in a later one, says so.
 TEST_P(StepsInFlightTest, AnErrorOfADeadlineSaysWhatEachRankDid) {
   Cluster cluster(Workers(2));
-  const Layers layers(2);
+  const EqualLayers layers(2);
   std::atomic<int> forwards{0};
   absl::Notification front_is_ahead, all_started;
   std::vector<std::map<int, PipelineStage>> own(2);
@@ -401,7 +401,7 @@ TEST_P(StepsInFlightTest, AnErrorOfADeadlineSaysWhatEachRankDid) {
 
 TEST_P(StepsInFlightTest, AWorkerThatIsLostEndsAllOfThem) {
   Cluster cluster(Workers(3));
-  const Layers layers(3);
+  const EqualLayers layers(3);
   std::atomic<int> calls{0};
   absl::Notification all_started;
   auto stages = MakeStages(cluster, {0, 1, 2}, [&](int stage, Tensors in) {
@@ -428,7 +428,7 @@ TEST_P(StepsInFlightTest, AWorkerThatIsLostEndsAllOfThem) {
 
 TEST_P(StepsInFlightTest, ADriverThatIsLostEndsAllOfThem) {
   Cluster cluster(Workers(3));  // the last one drives
-  const Layers layers(2);
+  const EqualLayers layers(2);
   absl::Notification stands, go;
   auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
     if (stage == 0 && !stands.HasBeenNotified()) stands.Notify();

@@ -33,10 +33,11 @@ inline at::Tensor Loss(Tensors outputs, Tensors targets) {
   return at::mse_loss(outputs[0], targets[0]);
 }
 
-// Layers of the same size, one for each stage. A row is 64 bytes: the last bits of a product depend
-// on how its operands are aligned, and parts of a batch are then as aligned as what was sent.
-struct Layers {
-  explicit Layers(int count) {
+// EqualLayers of the same size, one for each stage. A row is 64 bytes: the last bits of a product
+// depend on how its operands are aligned, and parts of a batch are then as aligned as what was
+// sent.
+struct EqualLayers {
+  explicit EqualLayers(int count) {
     for (int i = 0; i < count; ++i) {
       weights.push_back((at::randn({16, 16}) * 0.5).requires_grad_(true));
       biases.push_back((at::randn({16}) * 0.5).requires_grad_(true));
@@ -46,8 +47,8 @@ struct Layers {
     TORCH_CHECK(in.size() == 1, "a layer has one input, and not ", in.size());
     return {at::tanh(at::linear(in[0], weights[stage], biases[stage]))};
   }
-  Layers Copy() const {
-    Layers copy(0);
+  EqualLayers Copy() const {
+    EqualLayers copy(0);
     for (const at::Tensor& t : weights) copy.weights.push_back(t.detach().clone().requires_grad_());
     for (const at::Tensor& t : biases) copy.biases.push_back(t.detach().clone().requires_grad_());
     return copy;
@@ -142,7 +143,7 @@ inline std::vector<Case> Cases() {
 }
 
 // A step of one process: the same micro-batches, one after the other.
-inline Tensors StepAlone(const Layers& layers, int stages, int micro_batches, bool mean,
+inline Tensors StepAlone(const EqualLayers& layers, int stages, int micro_batches, bool mean,
                          const at::Tensor& x, const at::Tensor& y) {
   Tensors losses;
   const Tensors xs = x.tensor_split(micro_batches), ys = y.tensor_split(micro_batches);
