@@ -6,7 +6,6 @@
 #include <new>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -21,7 +20,6 @@
 #include "core/base/blocking.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
-#include "core/base/thread.h"
 #include "core/checkpoint/job/checkpoint_manager.h"
 
 namespace distgrad {
@@ -196,15 +194,11 @@ struct CheckpointManagerObject : HandleObject {
       return;
     }
     CheckpointManager* const last = manager.release();
-    absl::StatusOr<std::thread> thread = StartThread("dg-close", [last] { delete last; });
-    if (thread.ok()) {
-      // It owns what it ends: so no owner is left to join it.
-      thread->detach();
-      return;
-    }
+    const absl::Status ended = EndInBackground([last] { delete last; });
+    if (ended.ok()) return;
     // Ending it here might wait for this very thread.
     DG_LOG(ERROR) << "a dg_checkpoint_manager cannot be destroyed in the background, and its "
-                  << "folder stays locked: " << thread.status().message();
+                  << "folder stays locked: " << ended.message();
   }
 
   const std::shared_ptr<SharedWorker> worker;

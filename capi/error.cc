@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "capi/guard.h"
@@ -12,6 +13,8 @@
 #include "core/base/blocking.h"
 #include "core/base/log.h"
 #include "core/base/origin.h"
+#include "core/base/status.h"
+#include "core/base/thread.h"
 #include "core/worker/failure.h"
 
 namespace distgrad {
@@ -139,6 +142,12 @@ absl::Status CheckMayWait() {
   if (no_wait_scopes == 0) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "this waits, which a future's callback and a destructor must not");
+}
+
+absl::Status EndInBackground(absl::AnyInvocable<void()> end) {
+  DG_ASSIGN_OR_RETURN(std::thread thread, StartThread("dg-close", std::move(end)));
+  thread.detach();
+  return absl::OkStatus();
 }
 
 UserData::~UserData() {

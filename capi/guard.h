@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -121,6 +122,10 @@ class NoWaitScope {
 
 // Returns kFailedPrecondition inside a NoWaitScope.
 absl::Status CheckMayWait();
+
+// Calls `end` on a thread of its own, where this one must not wait. It owns what it ends: so no
+// owner is left to join it. An error, and nothing is called, if there is no thread to be had.
+absl::Status EndInBackground(absl::AnyInvocable<void()> end);
 
 // A caller's user_data with its destructor, which runs exactly once. Movable.
 class UserData {

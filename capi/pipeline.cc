@@ -9,7 +9,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,7 +24,6 @@
 #include "capi/worker_object.h"
 #include "core/base/blocking.h"
 #include "core/base/log.h"
-#include "core/base/thread.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stage_span.h"
 #include "core/pipeline/stages.h"
@@ -498,18 +496,14 @@ void EndStep(SharedWorker& worker, const std::shared_ptr<StepInFlight>& step) {
     worker.Detach(step);
     return;
   }
-  absl::StatusOr<std::thread> thread = StartThread("dg-close", [step, kept = *std::move(use)] {
+  const absl::Status ended = EndInBackground([step, kept = *std::move(use)] {
     step->End();
     kept.shared().Detach(step);
   });
-  if (thread.ok()) {
-    // It owns what it ends: so no owner is left to join it.
-    thread->detach();
-    return;
-  }
+  if (ended.ok()) return;
   DG_LOG(ERROR)
       << "a dg_pipeline_step cannot be destroyed in the background, and ends with worker '"
-      << worker.name() << "': " << thread.status().message();
+      << worker.name() << "': " << ended.message();
 }
 
 struct PipelineResultObject : HandleObject {
@@ -525,6 +519,14 @@ struct Batch {
   Deadline deadline;
 };
 
+// What a step of training is given, pinned for as long as it is begun.
+struct Training {
+  Pinned<PipelineObject> pipeline;
+  Pinned<ContextObject> context;
+  Batch batch;
+  SharedWorker::Use use;
+};
+
 absl::StatusOr<Batch> ToBatch(const dg_tensor* const* inputs, size_t input_count,
                               const dg_tensor* const* targets, size_t target_count,
                               const dg_pipeline_run_options* options) {
@@ -537,6 +539,18 @@ absl::StatusOr<Batch> ToBatch(const dg_tensor* const* inputs, size_t input_count
   DG_ASSIGN_OR_RETURN(batch.targets,
                       PinTensors(targets, target_count, /*allow_null=*/false, "targets"));
   return batch;
+}
+
+absl::StatusOr<Training> BeginTraining(const dg_pipeline* pipeline, const dg_context* context,
+                                       const dg_tensor* const* inputs, size_t input_count,
+                                       const dg_tensor* const* targets, size_t target_count,
+                                       const dg_pipeline_run_options* options) {
+  DG_RETURN_IF_ERROR(CheckMayWait());
+  DG_ASSIGN_OR_RETURN(Pinned<PipelineObject> pinned, Pin<PipelineObject>(pipeline, "pipeline"));
+  DG_ASSIGN_OR_RETURN(Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
+  DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
+  DG_ASSIGN_OR_RETURN(SharedWorker::Use use, pinned->worker->Begin());
+  return Training{std::move(pinned), std::move(of), std::move(batch), std::move(use)};
 }
 
 }  // namespace
@@ -743,19 +757,15 @@ dg_error* dg_pipeline_train(const dg_pipeline* pipeline, const dg_context* conte
                             dg_pipeline_result** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned,
-                        Pin<PipelineObject>(pipeline, "pipeline"));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
-    DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(Training given, BeginTraining(pipeline, context, inputs, input_count,
+                                                      targets, target_count, options));
     // Made before, for after a step that was taken nobody may hear that there is no memory.
-    auto object = std::make_unique<PipelineResultObject>();
-    PipelineResult& result = object->result;
-    OwnedHandle<PipelineResultObject> made(AdoptHandle(std::move(object)));
-    DG_ASSIGN_OR_RETURN(result, pinned->pipeline->Train(of->context, std::move(batch.inputs),
-                                                        std::move(batch.targets), batch.deadline));
-    *out = made.release();
+    HandleAhead<PipelineResultObject> made;
+    Batch& batch = given.batch;
+    DG_ASSIGN_OR_RETURN(made->result, given.pipeline->pipeline->Train(
+                                          given.context->context, std::move(batch.inputs),
+                                          std::move(batch.targets), batch.deadline));
+    *out = made.Release();
     return absl::OkStatus();
   });
 }
@@ -767,20 +777,18 @@ dg_error* dg_pipeline_start(const dg_pipeline* pipeline, const dg_context* conte
                             dg_pipeline_step** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_RETURN_IF_ERROR(CheckMayWait());
-    DG_ASSIGN_OR_RETURN(const Pinned<PipelineObject> pinned,
-                        Pin<PipelineObject>(pipeline, "pipeline"));
-    DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
-    DG_ASSIGN_OR_RETURN(Batch batch, ToBatch(inputs, input_count, targets, target_count, options));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(Training given, BeginTraining(pipeline, context, inputs, input_count,
+                                                      targets, target_count, options));
+    const PipelineObject& object = *given.pipeline;
+    Batch& batch = given.batch;
     // Both before the step runs, for there may be no memory for them.
-    const auto step = std::make_shared<StepInFlight>(pinned->pipeline);
-    HandleAhead<PipelineStepObject> made(pinned->worker, step);
-    use.shared().Attach(step);
-    absl::Cleanup detach = [&] { use.shared().Detach(step); };
+    const auto step = std::make_shared<StepInFlight>(object.pipeline);
+    HandleAhead<PipelineStepObject> made(object.worker, step);
+    given.use.shared().Attach(step);
+    absl::Cleanup detach = [&] { given.use.shared().Detach(step); };
     DG_ASSIGN_OR_RETURN(PipelineStep started,
-                        pinned->pipeline->Start(of->context, std::move(batch.inputs),
-                                                std::move(batch.targets), batch.deadline));
+                        object.pipeline->Start(given.context->context, std::move(batch.inputs),
+                                               std::move(batch.targets), batch.deadline));
     step->Begin(std::move(started));
     std::move(detach).Cancel();
     *out = made.Release();

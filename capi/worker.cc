@@ -2,7 +2,6 @@
 #include "core/worker/worker.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -12,7 +11,6 @@
 #include "capi/worker_options.h"
 #include "core/base/blocking.h"
 #include "core/base/log.h"
-#include "core/base/thread.h"
 #include "core/tensor/values.h"
 
 namespace distgrad {
@@ -254,19 +252,14 @@ void DestroyWorker(dg_worker* worker, absl::Duration bound) {
     DG_LOG(ERROR) << closed.message() << "; dg_worker_destroy waits no longer, and the worker's "
                   << "threads and memory are freed when that has ended";
   }
-  absl::StatusOr<std::thread> thread = StartThread("dg-close", [shared, worker] {
+  const absl::Status ended = EndInBackground([shared, worker] {
     shared->Close(Deadline::Never()).IgnoreError();
     DestroyHandle<WorkerObject>(worker);
   });
-  if (thread.ok()) {
-    // It ends with the worker, which it owns: so no owner is left to join it.
-    thread->detach();
-    return;
-  }
+  if (ended.ok()) return;
   DG_LOG(ERROR) << "worker '" << shared->name()
                 << "' cannot be destroyed in the background, and stays alive; call "
-                << "dg_worker_close, and then dg_worker_destroy again: "
-                << thread.status().message();
+                << "dg_worker_close, and then dg_worker_destroy again: " << ended.message();
   (*pinned)->destroyed = false;
 }
 

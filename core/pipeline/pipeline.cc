@@ -42,8 +42,6 @@ using Tensors = std::vector<at::Tensor>;
 constexpr absl::Duration kPatience = absl::Seconds(2);
 // How long a worker whose threads are all taken may still serve the end of a step.
 constexpr absl::Duration kEndIsServed = absl::Minutes(1);
-// Of each rank's steps that have ended its worker keeps as many (stages.cc), for those who ask.
-constexpr size_t kMostStepsInFlight = 8;
 
 // "stages 0, 2 on worker 'front'".
 std::string DescribeRank(const Schedule& schedule, int rank, const std::string& worker) {
@@ -342,8 +340,7 @@ absl::Status Pipeline::BeginStart(bool alone, uint64_t* follows) {
       return absl::FailedPreconditionError(
           absl::StrCat("a step of pipeline '", options_.name,
                        "' has failed behind which this one would come: wait for it, and for all "
-                       "others that were "
-                       "started (",
+                       "others that were started (",
                        each.cancellation->why().message(), ")"));
     }
     *follows = each.step;

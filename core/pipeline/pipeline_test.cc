@@ -1688,6 +1688,49 @@ class PipelineReplicasTest : public PipelineTest {
     }
     return absl::OkStatus();
   }
+
+  // The stages of all replicas, each with its layer and the optimizer of these tests.
+  static std::vector<std::unique_ptr<PipelineStages>> CreateReplicas(
+      Cluster& cluster, const Schedule& schedule, const std::vector<EqualLayers>& of_replica,
+      const std::vector<std::shared_ptr<GradientAverager>>& averagers) {
+    std::vector<std::unique_ptr<PipelineStages>> made;
+    for (int i = 0; i < cluster.size(); ++i) {
+      const EqualLayers& layers = of_replica[i / schedule.ranks()];
+      std::map<int, PipelineStage> own;
+      for (int s = 0; s < schedule.stages(); ++s) {
+        if (schedule.rank_of_stage[s] != i % schedule.ranks()) continue;
+        own[s] = {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); },
+                  .loss = Loss,
+                  .step = [&layers,
+                           s](const Context& context) { return Descend(layers.Of(s), context); }};
+      }
+      auto stages = PipelineStages::Create(&cluster[i], "model", own, {.averager = averagers[i]});
+      EXPECT_TRUE(stages.ok()) << stages.status();
+      made.push_back(*std::move(stages));
+    }
+    return made;
+  }
+
+  // The same step in one process, from the sums over the replicas.
+  static void DescendAlone(const EqualLayers& alone) {
+    const at::AutoGradMode grad_mode(false);
+    for (const Tensors& all : {alone.weights, alone.biases}) {
+      for (at::Tensor parameter : all) {
+        parameter.sub_(parameter.grad() / kReplicas);
+        parameter.mutable_grad().reset();
+      }
+    }
+  }
+
+  static void ExpectAreThoseOfOneProcess(const std::vector<EqualLayers>& of_replica,
+                                         const EqualLayers& alone) {
+    for (size_t s = 0; s < alone.weights.size(); ++s) {
+      // The sums are in another order.
+      EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
+      EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
+      EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
+    }
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Transports, PipelineReplicasTest, testing::Values("inproc", "socket"));
@@ -1702,22 +1745,7 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
     // Those of the first replica are given to all.
     const std::vector<EqualLayers> of_replica = {alone.Copy(), EqualLayers(stages)};
     const auto averagers = MakeAveragers(cluster, schedule, of_replica);
-    std::vector<std::unique_ptr<PipelineStages>> made;
-    for (int i = 0; i < cluster.size(); ++i) {
-      const EqualLayers& layers = of_replica[i / schedule.ranks()];
-      std::map<int, PipelineStage> own;
-      for (int s = 0; s < stages; ++s) {
-        if (schedule.rank_of_stage[s] != i % schedule.ranks()) continue;
-        own[s] = {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); },
-                  .loss = Loss,
-                  .step = [&layers,
-                           s](const Context& context) { return Descend(layers.Of(s), context); }};
-      }
-      auto stages_of_one =
-          PipelineStages::Create(&cluster[i], "model", own, {.averager = averagers[i]});
-      ASSERT_TRUE(stages_of_one.ok()) << stages_of_one.status();
-      made.push_back(*std::move(stages_of_one));
-    }
+    const auto made = CreateReplicas(cluster, schedule, of_replica, averagers);
     for (int step = 0; step < 3; ++step) {
       Tensors xs, ys;
       for (int r = 0; r < kReplicas; ++r) {
@@ -1726,20 +1754,9 @@ TEST_P(PipelineReplicasTest, AStepTakesTheAveragesOfAllReplicas) {
         StepAlone(alone, stages, count, true, xs[r], ys[r]);
       }
       Step(cluster, schedule, xs, ys);
-      const at::AutoGradMode grad_mode(false);
-      for (const Tensors& all : {alone.weights, alone.biases}) {
-        for (at::Tensor parameter : all) {
-          parameter.sub_(parameter.grad() / kReplicas);
-          parameter.mutable_grad().reset();
-        }
-      }
+      DescendAlone(alone);
     }
-    for (int s = 0; s < stages; ++s) {
-      // The sums are in another order.
-      EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
-      EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
-      EXPECT_TRUE(at::equal(of_replica[0].biases[s], of_replica[1].biases[s])) << "stage " << s;
-    }
+    ExpectAreThoseOfOneProcess(of_replica, alone);
   }
 }
 
@@ -1751,20 +1768,7 @@ TEST_P(PipelineReplicasTest, StepsInFlightTakeTheAveragesOfAllReplicas) {
   const EqualLayers alone(kRanks);
   const std::vector<EqualLayers> of_replica = {alone.Copy(), EqualLayers(kRanks)};
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
-  std::vector<std::unique_ptr<PipelineStages>> made;
-  for (int i = 0; i < cluster.size(); ++i) {
-    const EqualLayers& layers = of_replica[i / kRanks];
-    const int s = i % kRanks;
-    auto own = PipelineStages::Create(
-        &cluster[i], "model",
-        {{s,
-          {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); },
-           .loss = Loss,
-           .step = [&layers, s](const Context& c) { return Descend(layers.Of(s), c); }}}},
-        {.averager = averagers[i]});
-    ASSERT_TRUE(own.ok()) << own.status();
-    made.push_back(*std::move(own));
-  }
+  const auto made = CreateReplicas(cluster, schedule, of_replica, averagers);
   std::array<Tensors, kReplicas> xs, ys;
   for (int step = 0; step < kSteps; ++step) {
     for (int r = 0; r < kReplicas; ++r) {
@@ -1772,13 +1776,7 @@ TEST_P(PipelineReplicasTest, StepsInFlightTakeTheAveragesOfAllReplicas) {
       ys[r].push_back(at::randn({2 * kMicroBatches, 16}));
       StepAlone(alone, kRanks, kMicroBatches, true, xs[r][step], ys[r][step]);
     }
-    const at::AutoGradMode grad_mode(false);
-    for (const Tensors& all : {alone.weights, alone.biases}) {
-      for (at::Tensor parameter : all) {
-        parameter.sub_(parameter.grad() / kReplicas);
-        parameter.mutable_grad().reset();
-      }
-    }
+    DescendAlone(alone);
   }
   std::vector<std::thread> threads;
   for (int r = 0; r < kReplicas; ++r) {
@@ -1801,11 +1799,7 @@ TEST_P(PipelineReplicasTest, StepsInFlightTakeTheAveragesOfAllReplicas) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  for (int s = 0; s < kRanks; ++s) {
-    // The sums are in another order.
-    EXPECT_TRUE(of_replica[0].weights[s].allclose(alone.weights[s], 1e-4, 1e-5)) << "stage " << s;
-    EXPECT_TRUE(at::equal(of_replica[0].weights[s], of_replica[1].weights[s])) << "stage " << s;
-  }
+  ExpectAreThoseOfOneProcess(of_replica, alone);
 }
 
 // Gradient accumulation: several batches of one context, each averaged over the replicas.
@@ -1816,18 +1810,7 @@ TEST_P(PipelineReplicasTest, BatchesOfOneContextAddUpOverTheReplicas) {
   const EqualLayers alone(kRanks);
   const std::vector<EqualLayers> of_replica = {alone.Copy(), EqualLayers(kRanks)};
   const auto averagers = MakeAveragers(cluster, schedule, of_replica);
-  std::vector<std::unique_ptr<PipelineStages>> made;
-  for (int i = 0; i < cluster.size(); ++i) {
-    const EqualLayers& layers = of_replica[i / kRanks];
-    const int s = i % kRanks;
-    auto own = PipelineStages::Create(
-        &cluster[i], "model",
-        {{s,
-          {.forward = [&layers, s](Tensors in) { return layers.Forward(s, in); }, .loss = Loss}}},
-        {.averager = averagers[i]});
-    ASSERT_TRUE(own.ok()) << own.status();
-    made.push_back(*std::move(own));
-  }
+  const auto made = CreateReplicas(cluster, schedule, of_replica, averagers);
   std::array<Tensors, kReplicas> xs, ys;
   for (int r = 0; r < kReplicas; ++r) {
     for (int batch = 0; batch < kBatches; ++batch) {

@@ -259,24 +259,23 @@ absl::Status RankStep::Tie(Ties ties) {
 }
 
 bool RankStep::Advance(Event event) {
+  const auto go_to = [this](State next) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    state_ = next;
+    is_over_ = next == State::kOver;
+    return true;
+  };
   switch (state_) {
     case State::kBegun:
       if (event == Event::kEndOfList) return false;
       // One that was stopped before is not started any more.
-      state_ = event == Event::kStart ? State::kRunning : State::kOver;
-      is_over_ = state_ == State::kOver;
-      return true;
+      return go_to(event == Event::kStart ? State::kRunning : State::kOver);
     case State::kRunning:
       if (event == Event::kStart) return false;
-      state_ = event == Event::kStop ? State::kStopping : State::kOver;
-      is_over_ = state_ == State::kOver;
-      return true;
+      return go_to(event == Event::kStop ? State::kStopping : State::kOver);
     case State::kStopping:
       // Whoever waits for the step has heard of its end; now its thread has come there, too.
       if (event != Event::kEndOfList) return false;
-      state_ = State::kOver;
-      is_over_ = true;
-      return true;
+      return go_to(State::kOver);
     case State::kOver:
       return false;
   }

@@ -167,7 +167,7 @@ class PipelineStages::Impl {
           continue;
         }
         own.over.push_back(each);
-        if (own.over.size() <= kMostStepsKept) continue;
+        if (own.over.size() <= kMostStepsInFlight) continue;
         dropped.push_back(std::move(own.over.front()));
         own.over.pop_front();
       }
@@ -265,7 +265,7 @@ class PipelineStages::Impl {
       thread->LookAgain();
       return ended;
     }
-    // One that was begun here, and forgotten (kMostStepsKept), may have averaged; so may one of
+    // One that was begun here, and forgotten (kMostStepsInFlight), may have averaged; so may one of
     // stages that were here before, with the same averager.
     if (options_.averager != nullptr && end->averager == options_.averager->number()) {
       FailAverages(*options_.averager, name_, *worker_, why);
@@ -322,7 +322,6 @@ class PipelineStages::Impl {
       return all;
     }
   };
-  static constexpr size_t kMostStepsKept = 8;
 
   std::vector<std::shared_ptr<RankStep>> StepsThatShareStagesWith(const RankStep& next) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_) {

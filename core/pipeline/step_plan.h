@@ -21,6 +21,9 @@ inline constexpr absl::string_view kRunStep = "distgrad.pipeline.run/";        /
 inline constexpr absl::string_view kDeliver = "distgrad.pipeline.deliver/";    // a Parcel
 inline constexpr absl::string_view kDescribe = "distgrad.pipeline.describe/";  // a StepRef
 inline constexpr absl::string_view kEndStep = "distgrad.pipeline.end/";        // a StepEnd; Stepped
+// The most steps of a rank that are in flight; its worker keeps as many that have ended, for those
+// who ask about them.
+inline constexpr size_t kMostStepsInFlight = 8;
 inline constexpr size_t kMaxPipelineName = 900;  // with the longest of these it is a function's
 
 // What one rank does in one step.

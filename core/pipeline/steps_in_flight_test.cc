@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -50,6 +51,23 @@ class StepsInFlightTest : public testing::TestWithParam<std::string> {
     EXPECT_TRUE(step.ok()) << step.status();
     if (step.ok()) started.step = *std::move(step);
     return started;
+  }
+  // Two stages, each on a worker. The back steps by `step`; the front notifies `ahead` when it is
+  // in its second forward.
+  static std::vector<std::unique_ptr<PipelineStages>> CreateFrontAndBack(
+      Cluster& cluster, const EqualLayers& layers, absl::Notification& ahead,
+      std::function<absl::Status(const Context&)> step) {
+    std::vector<std::map<int, PipelineStage>> own(2);
+    own[0][0] = {.forward =
+                     [&, forwards = 0](Tensors in) mutable {
+                       if (++forwards == 2) ahead.Notify();
+                       return layers.Forward(0, std::move(in));
+                     },
+                 .step = Nothing};
+    own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+                 .loss = Loss,
+                 .step = std::move(step)};
+    return CreateStages(cluster, std::move(own));
   }
   static Started Start(Cluster& cluster, Pipeline& pipeline) {
     return Start(cluster, pipeline, at::randn({4, 16}), at::randn({4, 16}));
@@ -121,23 +139,11 @@ TEST_P(StepsInFlightTest, FortyStepsAreThoseOfOneProcessToTheLastBit) {
 TEST_P(StepsInFlightTest, ARankBeginsTheNextStepWhileAnotherIsInTheOneBefore) {
   Cluster cluster(Workers(2));
   const EqualLayers layers(2);
-  std::atomic<int> forwards{0};
   absl::Notification front_is_ahead;
-  std::vector<std::map<int, PipelineStage>> own(2);
-  own[0][0] = {.forward =
-                   [&](Tensors in) {
-                     if (++forwards == 2) front_is_ahead.Notify();
-                     return layers.Forward(0, std::move(in));
-                   },
-               .step = Nothing};
-  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
-               .loss = Loss,
-               .step =
-                   [&](const Context&) {
-                     front_is_ahead.WaitForNotification();
-                     return absl::OkStatus();
-                   }};
-  const auto stages = CreateStages(cluster, std::move(own));
+  const auto stages = CreateFrontAndBack(cluster, layers, front_is_ahead, [&](const Context&) {
+    front_is_ahead.WaitForNotification();
+    return absl::OkStatus();
+  });
   const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
   Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
   EXPECT_EQ(first.step.Wait().status(), absl::OkStatus());
@@ -221,22 +227,12 @@ TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
 TEST_P(StepsInFlightTest, AStepThatFailsOnAnotherRankEndsThoseBehindIt) {
   Cluster cluster(Workers(2));
   const EqualLayers layers(2);
-  std::atomic<int> forwards{0};
   absl::Notification front_is_ahead;
-  std::vector<std::map<int, PipelineStage>> own(2);
-  own[0][0] = {.forward =
-                   [&](Tensors in) {
-                     if (++forwards == 2) front_is_ahead.Notify();
-                     return layers.Forward(0, std::move(in));
-                   },
-               .step = Nothing};
-  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
-               .loss = Loss,
-               .step = [&](const Context&) -> absl::Status {
-                 front_is_ahead.WaitForNotification();
-                 return absl::DataLossError("no step today");
-               }};
-  const auto stages = CreateStages(cluster, std::move(own));
+  const auto stages =
+      CreateFrontAndBack(cluster, layers, front_is_ahead, [&](const Context&) -> absl::Status {
+        front_is_ahead.WaitForNotification();
+        return absl::DataLossError("no step today");
+      });
   const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
   Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
   // Also if somebody waits for the second one first.
@@ -371,22 +367,12 @@ TEST_P(StepsInFlightTest, StagesThatAreTakenOffEndAllOfThem) {
 TEST_P(StepsInFlightTest, AnErrorOfADeadlineSaysWhatEachRankDid) {
   Cluster cluster(Workers(2));
   const EqualLayers layers(2);
-  std::atomic<int> forwards{0};
   absl::Notification front_is_ahead, all_started;
-  std::vector<std::map<int, PipelineStage>> own(2);
-  own[0][0] = {.forward =
-                   [&](Tensors in) {
-                     if (++forwards == 2) front_is_ahead.Notify();
-                     return layers.Forward(0, std::move(in));
-                   },
-               .step = Nothing};
-  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
-               .loss = Loss,
-               .step = [&](const Context&) -> absl::Status {
-                 all_started.WaitForNotification();
-                 return absl::DeadlineExceededError("no step in time");
-               }};
-  const auto stages = CreateStages(cluster, std::move(own));
+  const auto stages =
+      CreateFrontAndBack(cluster, layers, front_is_ahead, [&](const Context&) -> absl::Status {
+        all_started.WaitForNotification();
+        return absl::DeadlineExceededError("no step in time");
+      });
   const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 1)));
   Started first = Start(cluster, *pipeline), second = Start(cluster, *pipeline);
   front_is_ahead.WaitForNotification();
