@@ -157,7 +157,10 @@ static void* pick(state* s, enum kind kind) {
   pthread_mutex_lock(&pool_mutex);
   handle = pool[kind][next(s) % SLOTS];
   pthread_mutex_unlock(&pool_mutex);
-  if (dice == 2) handle = (void*)((uintptr_t)handle ^ (uintptr_t)1 << next(s) % 64);
+  /* Half of those bits are among the lowest, which lead to other handles, and to those that calls
+   * of other threads are about to give. */
+  if (dice == 2)
+    handle = (void*)((uintptr_t)handle ^ (uintptr_t)1 << next(s) % (next(s) % 2 ? 64 : 8));
   return handle;
 }
 

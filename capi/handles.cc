@@ -45,15 +45,26 @@ class Table {
   // Whether the process was forked off one that had handles.
   bool forked() const { return parent_ != nullptr; }
 
-  HandleBits Add(HandleKind kind, std::unique_ptr<HandleObject> object) {
+  HandleBits Reserve(HandleKind kind) {
     const size_t number = TakeFreeSlot();
-    Slot& slot = At(number);
-    slot.kind.store(kind, std::memory_order_relaxed);
-    slot.object = ~reinterpret_cast<uintptr_t>(object.release());
-    const uint64_t generation = Generation(slot.state.load(std::memory_order_relaxed));
-    slot.state.store(generation << kGenerationBits | kAlive, std::memory_order_release);
+    const uint64_t generation = Generation(At(number).state.load(std::memory_order_relaxed));
     return uint64_t{static_cast<uint8_t>(kind)} << (kSlotBits + kGenerationBits) |
            generation << kSlotBits | number;
+  }
+
+  void Publish(HandleBits handle, std::unique_ptr<HandleObject> object) {
+    HandleObject* const released = object.release();
+    Slot* const slot = FindOwn(handle);
+    if (slot == nullptr) return;
+    slot->kind.store(KindOf(handle), std::memory_order_relaxed);
+    slot->object = ~reinterpret_cast<uintptr_t>(released);
+    slot->state.store(GenerationOf(handle) << kGenerationBits | kAlive, std::memory_order_release);
+  }
+
+  void GiveBack(HandleBits handle) {
+    if (FindOwn(handle) == nullptr) return;
+    absl::MutexLock lock(&mu_);
+    free_.push_back(Number(handle));
   }
 
   HandleObject* Pin(HandleKind kind, HandleBits handle) {
@@ -68,16 +79,10 @@ class Table {
   }
 
   void Unpin(HandleBits handle) {
-    const size_t number = Number(handle);
-    // In a child that was forked off inside a callback, what that has pinned is in the parent's
-    // table.
-    Slot* const slot = Find(number);
-    if (slot == nullptr ||
-        Generation(slot->state.load(std::memory_order_acquire)) != GenerationOf(handle)) {
-      return;
-    }
+    Slot* const slot = FindOwn(handle);
+    if (slot == nullptr) return;
     const uint64_t before = slot->state.fetch_sub(1, std::memory_order_acq_rel);
-    if ((before & kPins) == 1 && !(before & kAlive)) TakeObject(number, *slot);
+    if ((before & kPins) == 1 && !(before & kAlive)) TakeObject(Number(handle), *slot);
   }
 
   std::pair<bool, std::unique_ptr<HandleObject>> Remove(HandleKind kind, HandleBits handle) {
@@ -114,6 +119,9 @@ class Table {
 
   static size_t Number(HandleBits handle) { return handle & ((uint64_t{1} << kSlotBits) - 1); }
   static uint64_t GenerationOf(HandleBits handle) { return handle >> kSlotBits & 0xffffffff; }
+  static HandleKind KindOf(HandleBits handle) {
+    return static_cast<HandleKind>(handle >> (kSlotBits + kGenerationBits));
+  }
   static HandleObject* Object(const Slot& slot) {
     return reinterpret_cast<HandleObject*>(~slot.object);
   }
@@ -126,6 +134,16 @@ class Table {
   Slot* Find(size_t number) {
     Slot* block = blocks_[number / kSlotsOfBlock].load(std::memory_order_acquire);
     return block == nullptr ? nullptr : &block[number % kSlotsOfBlock];
+  }
+
+  // The slot of a handle that the caller has pinned or reserved. Null where the process was forked
+  // off meanwhile, inside a callback: that slot is in the parent's table, and its object is left
+  // alone, as all that the parent's handles stand for.
+  Slot* FindOwn(HandleBits handle) {
+    Slot* const slot = Find(Number(handle));
+    if (slot == nullptr) return nullptr;
+    const uint64_t state = slot->state.load(std::memory_order_acquire);
+    return Generation(state) == GenerationOf(handle) ? slot : nullptr;
   }
 
   // The slot of a live handle, and its state.
@@ -183,9 +201,11 @@ class Table {
 
 }  // namespace
 
-HandleBits AddToTable(HandleKind kind, std::unique_ptr<HandleObject> object) {
-  return Table::Get().Add(kind, std::move(object));
+HandleBits ReserveInTable(HandleKind kind) { return Table::Get().Reserve(kind); }
+void PublishInTable(HandleBits handle, std::unique_ptr<HandleObject> object) noexcept {
+  Table::Get().Publish(handle, std::move(object));
 }
+void GiveBackToTable(HandleBits handle) noexcept { Table::Get().GiveBack(handle); }
 HandleObject* PinInTable(HandleKind kind, HandleBits handle) {
   return Table::Get().Pin(kind, handle);
 }

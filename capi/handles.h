@@ -74,8 +74,12 @@ namespace internal {
 
 using HandleBits = uint64_t;
 
-// Adds an object. Throws std::bad_alloc if memory, or the table, is full.
-HandleBits AddToTable(HandleKind kind, std::unique_ptr<HandleObject> object);
+// Reserves a handle, which is not alive yet. Throws std::bad_alloc if memory, or the table, is
+// full.
+HandleBits ReserveInTable(HandleKind kind);
+// Makes a reserved handle alive, with its object; or gives it back.
+void PublishInTable(HandleBits handle, std::unique_ptr<HandleObject> object) noexcept;
+void GiveBackToTable(HandleBits handle) noexcept;
 // Returns null if it is not a live handle of that kind.
 HandleObject* PinInTable(HandleKind kind, HandleBits handle);
 void UnpinInTable(HandleBits handle) noexcept;
@@ -135,40 +139,44 @@ absl::StatusOr<Pinned<T>> PinElement(const typename T::Handle* const* handles, s
   return Pinned<T>(bits, static_cast<T*>(object));
 }
 
+// The handle of an object that is filled in later. It is made before whatever it will stand for
+// begins: so nothing has begun where there is no memory for its handle. It is alive from Release()
+// on: a number that a program makes up reaches no object that is not whole.
+template <typename T>
+class HandleAhead {
+ public:
+  template <typename... Args>
+  explicit HandleAhead(Args&&... args)
+      : HandleAhead(std::make_unique<T>(std::forward<Args>(args)...)) {}
+  explicit HandleAhead(std::unique_ptr<T> object)
+      : object_(std::move(object)), handle_(internal::ReserveInTable(T::kKind)) {}
+  ~HandleAhead() {
+    if (object_ != nullptr) internal::GiveBackToTable(handle_);
+  }
+  HandleAhead(const HandleAhead&) = delete;
+  HandleAhead& operator=(const HandleAhead&) = delete;
+
+  T* operator->() const { return object_.get(); }
+  // Once.
+  typename T::Handle* Release() noexcept {
+    internal::PublishInTable(handle_, std::move(object_));
+    return reinterpret_cast<typename T::Handle*>(static_cast<uintptr_t>(handle_));
+  }
+
+ private:
+  std::unique_ptr<T> object_;  // null once it was released
+  const internal::HandleBits handle_;
+};
+
 template <typename T>
 typename T::Handle* AdoptHandle(std::unique_ptr<T> object) {
-  return reinterpret_cast<typename T::Handle*>(
-      static_cast<uintptr_t>(internal::AddToTable(T::kKind, std::move(object))));
+  return HandleAhead<T>(std::move(object)).Release();
 }
 
 template <typename T, typename... Args>
 typename T::Handle* NewHandle(Args&&... args) {
   return AdoptHandle(std::make_unique<T>(std::forward<Args>(args)...));
 }
-
-// The handle of an object that is filled in later. It is made before whatever it will stand for
-// begins: so nothing has begun where there is no memory for its handle. Nobody uses the object
-// before Release() gives the handle away.
-template <typename T>
-class HandleAhead {
- public:
-  template <typename... Args>
-  explicit HandleAhead(Args&&... args) {
-    auto object = std::make_unique<T>(std::forward<Args>(args)...);
-    object_ = object.get();
-    handle_ = AdoptHandle(std::move(object));
-  }
-  ~HandleAhead();
-  HandleAhead(const HandleAhead&) = delete;
-  HandleAhead& operator=(const HandleAhead&) = delete;
-
-  T* operator->() const { return object_; }
-  typename T::Handle* Release() { return std::exchange(handle_, nullptr); }
-
- private:
-  T* object_;
-  typename T::Handle* handle_;
-};
 
 // A shared pointer to what is made later. Once that is there, sharing it needs no memory.
 template <typename T>
@@ -187,11 +195,6 @@ class SharedAhead {
 template <typename T>
 bool DestroyHandle(const typename T::Handle* handle) noexcept {
   return internal::RemoveFromTable(T::kKind, internal::BitsOf(handle)).first;
-}
-
-template <typename T>
-HandleAhead<T>::~HandleAhead() {
-  if (handle_ != nullptr) DestroyHandle<T>(handle_);
 }
 
 // Destroys a handle and gives its object, which no other thread may be using. Names as of Pin().
