@@ -157,10 +157,16 @@ static void* pick(state* s, enum kind kind) {
   pthread_mutex_lock(&pool_mutex);
   handle = pool[kind][next(s) % SLOTS];
   pthread_mutex_unlock(&pool_mutex);
-  /* Half of those bits are among the lowest, which lead to other handles, and to those that calls
-   * of other threads are about to give. */
-  if (dice == 2)
-    handle = (void*)((uintptr_t)handle ^ (uintptr_t)1 << next(s) % (next(s) % 2 ? 64 : 8));
+  /* A guess: a bit turned over, or what may be the next handle of the slot, which a call of another
+   * thread may be about to give. */
+  if (dice == 2) {
+    uintptr_t guess = (uintptr_t)handle;
+    if (next(s) % 2)
+      guess ^= (uintptr_t)1 << next(s) % 64;
+    else
+      guess += (uintptr_t)1 << 24;
+    handle = (void*)guess;
+  }
   return handle;
 }
 
