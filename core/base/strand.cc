@@ -1,6 +1,8 @@
 // Hands tasks in, and runs them until there is none left.
 #include "core/base/strand.h"
 
+#include <memory>
+#include <new>
 #include <utility>
 
 namespace distgrad {
@@ -38,6 +40,14 @@ bool Strand::State::EndIfNothingWaits() {
   return !running;
 }
 
+bool Strand::State::LeaveTo(ThreadPool& pool, std::shared_ptr<State> state) noexcept {
+  try {
+    return pool.Schedule([state = std::move(state)] { state->RunWaiting(); });
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
 void Strand::Run(Task task, ThreadPool* others) {
   const std::shared_ptr<State> state = state_;
   {
@@ -50,8 +60,7 @@ void Strand::Run(Task task, ThreadPool* others) {
   }
   state->RunTask(task);
   task = nullptr;
-  if (others != nullptr &&
-      (state->EndIfNothingWaits() || others->Schedule([state] { state->RunWaiting(); }))) {
+  if (others != nullptr && (state->EndIfNothingWaits() || State::LeaveTo(*others, state))) {
     return;
   }
   state->RunWaiting();

@@ -38,7 +38,7 @@ class Strand {
   Strand& operator=(const Strand&) = delete;
 
   // With `others` this thread runs no task but its own: what is handed in meanwhile runs on that
-  // pool, and here only if the pool is closed. For a thread that is in the middle of something
+  // pool, and here only if the pool takes nothing. For a thread that is in the middle of something
   // else, under locks and in modes that the tasks of others must not see.
   void Run(Task task, ThreadPool* others = nullptr);
 
@@ -50,6 +50,8 @@ class Strand {
     void RunWaiting();
     // Leaves the strand idle, and says so, unless something waits.
     bool EndIfNothingWaits();
+    // Has the pool run what waits. False where it does not: it is closed, or there is no memory.
+    static bool LeaveTo(ThreadPool& pool, std::shared_ptr<State> state) noexcept;
 
     OnThrow on_throw;  // by whoever runs a task
 

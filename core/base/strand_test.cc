@@ -13,6 +13,7 @@
 #include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -185,6 +186,37 @@ TEST(StrandTest, WhoLeavesOthersTasksToAPoolRunsNoneThatComesAtTheEnd) {
   other.join();
   pool.Join();
   EXPECT_EQ(ran_here, 0) << "of " << ran;
+}
+
+// What waits runs here if the pool has no memory for it, and the strand is idle afterwards.
+TEST(StrandTest, WhereThePoolHasNoMemoryThisThreadRunsWhatWaits) {
+  ThreadPool pool("strand", 1);
+  Strand strand(NothingIsThrown);
+  int failed = 0;
+  for (int i = 0; i < 100; ++i) {
+    bool ran = false;
+    absl::Notification waits, go;
+    // Behind this one, so that it does not run there at once.
+    ASSERT_TRUE(pool.Schedule([&] { go.WaitForNotification(); }));
+    for (int before = 0; before < i; ++before) pool.Schedule([] {});
+    strand.Run(
+        [&] {
+          strand.Run([&] {
+            ran = true;
+            waits.Notify();
+          });
+          FailAllocation(0);
+        },
+        &pool);
+    failed += FailAllocation(-1);
+    go.Notify();
+    waits.WaitForNotification();
+    EXPECT_TRUE(ran);
+    absl::Notification drained;
+    ASSERT_TRUE(pool.Schedule([&] { drained.Notify(); }));
+    drained.WaitForNotification();
+  }
+  EXPECT_GT(failed, 0);
 }
 
 TEST(StrandTest, ATaskMayOwnTheStrandsOwner) {

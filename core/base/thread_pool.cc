@@ -1,8 +1,10 @@
 // Gives slots to threads, replaces those that block, and asks again for threads refused.
 #include "core/base/thread_pool.h"
 
+#include <new>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
@@ -158,7 +160,7 @@ size_t ThreadPool::thread_count() const {
 
 bool ThreadPool::OnThisPool() const { return this_pool == this; }
 
-void ThreadPool::Run() {
+void ThreadPool::Run(Threads::iterator self) {
   this_pool = this;
   Blockable::SetCurrent(this);
   std::thread before;
@@ -169,8 +171,7 @@ void ThreadPool::Run() {
       --running_;
     } while (Park());
     before = std::move(ended_);
-    const auto self = threads_.find(std::this_thread::get_id());
-    ended_ = std::move(self->second);
+    ended_ = std::move(*self);
     threads_.erase(self);
     WakeJoiners();
   }
@@ -194,17 +195,25 @@ bool ThreadPool::FillSlot() {
     parked_.pop_back();
     return true;
   }
-  const absl::Status started = StartOne();
+  absl::Status started;
+  try {
+    started = StartOne();
+  } catch (const std::bad_alloc&) {
+    started = absl::ResourceExhaustedError("");
+  }
   if (started.ok()) {
     short_of_threads_ = false;
     return true;
   }
   --running_;
-  if (!std::exchange(short_of_threads_, true)) {
-    DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
-                    << threads_.size() << " threads: " << started.message();
+  try {
+    if (!std::exchange(short_of_threads_, true)) {
+      DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
+                      << threads_.size() << " threads: " << started.message();
+    }
+    RetryLater();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next task asks again
   }
-  RetryLater();
   return false;
 }
 
@@ -224,11 +233,13 @@ absl::Status ThreadPool::StartOne() {
         absl::StrCat("all but ", size_, " of them wait for others, and it starts no more than ",
                      kMostSpareThreads, " of those"));
   }
-  DG_ASSIGN_OR_RETURN(std::thread thread,
-                      StartThread(absl::StrCat(name_, "-", started_), [this] { Run(); }));
+  // Its place is made before, for one that runs has to be kept.
+  const Threads::iterator self = threads_.emplace(threads_.end());
+  absl::Cleanup take_out = [&] { threads_.erase(self); };
+  DG_ASSIGN_OR_RETURN(*self,
+                      StartThread(absl::StrCat(name_, "-", started_), [this, self] { Run(self); }));
+  std::move(take_out).Cancel();
   ++started_;
-  const std::thread::id id = thread.get_id();
-  threads_.emplace(id, std::move(thread));
   return absl::OkStatus();
 }
 

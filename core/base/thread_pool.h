@@ -14,10 +14,10 @@
 
 #include <cstddef>
 #include <deque>
+#include <list>
 #include <optional>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -60,7 +60,8 @@ class ThreadPool final : private Blockable {
   absl::Status Start();
 
   // Runs `task` on one of the threads. After Close() the task is destroyed unrun and false
-  // is returned; likewise if there is no thread, and the machine gives none. Tasks must not throw.
+  // is returned; likewise if there is no thread, and the machine gives none. Throws std::bad_alloc
+  // if there is no memory for the task. Tasks must not throw.
   bool Schedule(Task task);
 
   // The same, but only on a thread that is to be had now; it need not wait for another task.
@@ -86,11 +87,12 @@ class ThreadPool final : private Blockable {
 
  private:
   struct Parked;
+  using Threads = std::list<std::thread>;
 
   void OnBlocked() override;
   void OnUnblocked() override;
   // What each thread runs.
-  void Run();
+  void Run(Threads::iterator self);
   // Waits for a slot or for the end; false if this thread is to end.
   bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Gives a free slot, if a task is waiting for one, to a parked or a new thread. False if there is
@@ -127,7 +129,7 @@ class ThreadPool final : private Blockable {
   size_t running_ ABSL_GUARDED_BY(mu_) = 0;
   size_t borrowed_ ABSL_GUARDED_BY(mu_) = 0;
   std::vector<Parked*> parked_ ABSL_GUARDED_BY(mu_);  // the last one in is the first one out
-  std::unordered_map<std::thread::id, std::thread> threads_ ABSL_GUARDED_BY(mu_);
+  Threads threads_ ABSL_GUARDED_BY(mu_);
   std::thread ended_ ABSL_GUARDED_BY(mu_);  // the last that ended; joined by the next, or by Join
   size_t started_ ABSL_GUARDED_BY(mu_) = 0;
   bool short_of_threads_ ABSL_GUARDED_BY(mu_) = false;        // since it was last said in the log

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <new>
 #include <set>
 #include <string>
 #include <thread>
@@ -28,6 +29,7 @@
 #include "core/base/fake_clock.h"
 #include "core/base/thread.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/no_threads.h"
 
 namespace distgrad {
@@ -399,6 +401,27 @@ TEST(NoThreadsTest, APoolWithoutAThreadTakesNothing) {
   absl::Notification ran;
   EXPECT_TRUE(pool.Schedule([&] { ran.Notify(); })) << "now there are some";
   ran.WaitForNotification();
+}
+
+// A task is taken, and runs once there is memory for a thread, or is not taken.
+TEST(NoThreadsTest, ATaskThatFindsNoMemoryLeavesThePoolAsItWas) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    ThreadPool pool("memory", 1);
+    std::atomic<int> ran{0};
+    int taken = 0;
+    FailAllocation(nth);
+    try {
+      taken += pool.Schedule([&] { ++ran; });
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
+    }
+    failed = FailAllocation(-1);
+    taken += pool.Schedule([&] { ++ran; });
+    pool.Join();
+    EXPECT_EQ(ran, taken);
+    EXPECT_EQ(taken, failed ? 1 : 2);
+  }
 }
 
 TEST(NoThreadsTest, APoolThatIsStartedTakesAllAndRunsItLater) {

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/time/time.h"
 
@@ -21,8 +22,12 @@ class TimerQueue {
 
   Id Add(absl::Time when, Callback callback) {
     const Id id = ++last_id_;
+    const auto timer = timers_.emplace(std::make_pair(when, id), std::move(callback)).first;
+    absl::Cleanup take_out = [&] {
+      timers_.erase(timer);
+    };  // should there be no memory for the rest
     when_.emplace(id, when);
-    timers_.emplace(std::make_pair(when, id), std::move(callback));
+    std::move(take_out).Cancel();
     return id;
   }
 

@@ -2,6 +2,7 @@
 #include "core/rpc/call_table.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -69,11 +70,10 @@ absl::StatusOr<CallTable::Begun> CallTable::Begin(Call& call, std::shared_ptr<Li
     own.counters = counters;
     own.link = std::move(link);
   }
-  try {
-    SetTimer(arming);
-  } catch (...) {
+  if (!SetTimer(arming)) {
     Drop(begun.number);
-    throw;
+    EndThoseWithDeadlines(arming);
+    throw std::bad_alloc();
   }
   return begun;
 }
@@ -229,27 +229,48 @@ CallTable::Arming CallTable::ArmTimer(absl::Time deadline) {
   return arming;
 }
 
-void CallTable::SetTimer(const Arming& arming) {
-  if (arming.number == 0) return;
+bool CallTable::SetTimer(const Arming& arming) {
+  if (arming.number == 0) return true;
   Clock::TimerId id;
   try {
     id = clock_->At(arming.at, [weak = weak_from_this(), number = arming.number] {
       if (auto self = weak.lock()) self->OnTimer(number);
     });
-  } catch (...) {  // there was no memory
-    absl::MutexLock lock(&mu_);
-    if (timer_.number == arming.number) timer_ = arming.before;
-    throw;
+  } catch (const std::bad_alloc&) {
+    return false;
   }
   if (arming.before.id) clock_->Cancel(*arming.before.id);
   {
     absl::MutexLock lock(&mu_);
     if (timer_.number == arming.number) {
       timer_.id = id;
-      return;
+      return true;
     }
   }
   clock_->Cancel(id);  // it has fired, or was replaced
+  return true;
+}
+
+// The timer that this one was to replace may have fired since, or another thread have cancelled it
+// as it was replaced: so it does not come back, and what has begun since may have none either.
+void CallTable::EndThoseWithDeadlines(const Arming& arming) {
+  if (arming.before.id) clock_->Cancel(*arming.before.id);
+  std::vector<std::pair<uint64_t, Call>> failed;
+  {
+    absl::MutexLock lock(&mu_);
+    if (timer_.number != arming.number) return;  // one that is to fire earlier has taken its place
+    timer_ = {};
+    for (auto it = calls_.begin(); it != calls_.end();) {
+      const auto call = it++;
+      if (call->second.deadline == absl::InfiniteFuture()) continue;
+      const uint64_t number = call->first;
+      failed.emplace_back(number, TakeOut(call));
+    }
+  }
+  for (auto& [number, call] : failed) {
+    EndEarly(number, std::move(call),
+             absl::ResourceExhaustedError("there is no memory for the timer of its deadline"));
+  }
 }
 
 void CallTable::OnTimer(uint64_t number) {
@@ -272,7 +293,7 @@ void CallTable::OnTimer(uint64_t number) {
     }
     next = ArmTimer(earliest);
   }
-  SetTimer(next);
+  if (!SetTimer(next)) EndThoseWithDeadlines(next);
   for (auto& [call_number, call] : late) {
     EndEarly(call_number, std::move(call), absl::DeadlineExceededError(kLate));
   }

@@ -116,7 +116,9 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
     Timer before;  // which this one replaces
   };
   Arming ArmTimer(absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void SetTimer(const Arming& arming) ABSL_LOCKS_EXCLUDED(mu_);
+  // Returns false if there is no memory for it; then EndThoseWithDeadlines() comes next.
+  bool SetTimer(const Arming& arming) ABSL_LOCKS_EXCLUDED(mu_);
+  void EndThoseWithDeadlines(const Arming& arming) ABSL_LOCKS_EXCLUDED(mu_);
   void OnTimer(uint64_t number);
 
   absl::Status CheckLimits(const Link& link) const ABSL_SHARED_LOCKS_REQUIRED(mu_);

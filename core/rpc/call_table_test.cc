@@ -3,11 +3,15 @@
 
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/strings/match.h"
+#include "absl/time/time.h"
+#include "core/base/clock.h"
 #include "core/base/fake_clock.h"
 #include "core/base/trace.h"
 #include "core/base/wire.h"
@@ -163,6 +167,48 @@ TEST_F(CallTableTest, OneThatFindsNoMemoryLeavesNothing) {
   clock_.Advance(absl::Seconds(10));
   EXPECT_EQ(ended_.size(), 1u);
   table->Close(absl::CancelledError("end"));
+}
+
+// A clock that has no memory for a timer, and finds that out only as time has passed.
+class FullClock : public Clock {
+ public:
+  explicit FullClock(FakeClock* clock) : clock_(clock) {}
+  absl::Time Now() override { return clock_->Now(); }
+  bool Cancel(TimerId timer) override { return clock_->Cancel(timer); }
+  TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
+    if (!full_for_) return clock_->At(when, std::move(callback));
+    clock_->Advance(*std::exchange(full_for_, std::nullopt));
+    throw std::bad_alloc();
+  }
+  void FailNext(absl::Duration after) { full_for_ = after; }
+
+ private:
+  FakeClock* const clock_;
+  std::optional<absl::Duration> full_for_;
+};
+
+// One that is to end before all others has no timer, and theirs may have fired in vain meanwhile.
+TEST_F(CallTableTest, WhereThereIsNoMemoryForATimerThoseThatNeedOneEnd) {
+  for (const absl::Duration until_it_fails : {absl::ZeroDuration(), absl::Seconds(20)}) {
+    ended_.clear();
+    FullClock clock(&clock_);
+    const auto table = std::make_shared<CallTable>(
+        &clock, Limits{}, std::make_shared<TraceRecorder>(), std::make_shared<Peers>(10));
+    const auto link = NewLink(*table);
+    ASSERT_TRUE(Begin(*table, link).ok());
+    ASSERT_TRUE(Begin(*table, link, absl::Seconds(20)).ok());
+    clock.FailNext(until_it_fails);
+    EXPECT_THROW(Begin(*table, link, absl::Seconds(10)).status().IgnoreError(), std::bad_alloc);
+    ASSERT_EQ(ended_.size(), 1u) << "the other one with a deadline";
+    EXPECT_TRUE(absl::IsResourceExhausted(ended_[0])) << ended_[0];
+    EXPECT_EQ(table->size(), 1u);
+    EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+    // What comes later has a timer.
+    ASSERT_TRUE(Begin(*table, link, absl::Seconds(30)).ok());
+    clock_.Advance(absl::Seconds(30));
+    EXPECT_EQ(ended_.size(), 2u);
+    table->Close(absl::CancelledError("end"));
+  }
 }
 
 TEST_F(CallTableTest, NoneBeginsAfterTheEnd) {
