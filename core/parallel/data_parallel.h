@@ -110,7 +110,7 @@ class DataParallel {
   explicit DataParallel(const Module& module, DataParallelOptions options = {})
       : module_(internal::PointerTo(module)), core_(module_, std::move(options)) {}
 
-  // The module's own forward, of the same arguments. Inputs are nested (core/parallel/nested.h);
+  // The module's own forward, of the same arguments. Inputs are nested (core/tensor/nested.h);
   // outputs are as well, and hold nothing else.
   template <typename... Args>
   auto Forward(const Args&... args) {

@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "core/parallel/devices.h"
-#include "core/parallel/nested.h"
 #include "core/parallel/replica_threads.h"
+#include "core/tensor/nested.h"
 
 namespace distgrad {
 namespace internal {

@@ -18,7 +18,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/parallel/nested.h"
+#include "core/tensor/nested.h"
 
 namespace distgrad {
 

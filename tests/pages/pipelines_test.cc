@@ -11,6 +11,7 @@
 #include <torch/optim/sgd.h>
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -28,6 +29,7 @@
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
+#include "core/tensor/nested.h"
 #include "core/worker/optimizer.h"
 #include "tests/testing/cluster.h"
 
@@ -108,6 +110,23 @@ absl::StatusOr<double> TrainInFlight(Worker* worker, Pipeline* pipeline, const a
 }
 // [doc: end]
 
+// [doc: nested]
+// A batch of a type of one's own: rows, and more of each row by name.
+using Batch = std::pair<at::Tensor, std::map<std::string, at::Tensor>>;
+
+// A stage that is given such a batch, as the first one is with TensorsOf(batch). The example says
+// how long lists are, and which keys maps have.
+PipelineStage WeightedRows(const Batch& example, torch::nn::Linear layer) {
+  PipelineStage stage;
+  stage.inputs = static_cast<int>(TensorsOf(example).size());
+  stage.forward = [example, layer](std::vector<at::Tensor> inputs) mutable {
+    const auto [rows, more] = WithTensors(example, inputs);
+    return std::vector{layer(rows) * more.at("weight")};
+  };
+  return stage;
+}
+// [doc: end]
+
 // [doc: replicas]
 // On every worker: a stage of one of the replicas, which averages with that stage of the others.
 absl::StatusOr<std::unique_ptr<PipelineStages>> CreateReplica(
@@ -182,6 +201,31 @@ TEST(PipelinesPageTest, StepsInFlightLearn) {
   const auto last = TrainInFlight(&cluster[0], pipeline->get(), inputs, targets, 100);
   ASSERT_TRUE(last.ok()) << last.status();
   EXPECT_LT(*last, *first / 2);
+}
+
+TEST(PipelinesPageTest, AStageIsGivenANestedBatch) {
+  Cluster cluster({.workers = 1});
+  torch::nn::Linear layer(torch::nn::LinearOptions(4, 1).bias(false));
+  const Batch batch = {at::rand({6, 4}), {{"unused", at::rand({6})}, {"weight", at::rand({6, 1})}}};
+  PipelineStage stage = WeightedRows(batch, layer);
+  stage.loss = [](std::vector<at::Tensor> outputs, std::vector<at::Tensor>) {
+    return outputs[0].sum();
+  };
+  stage.targets = 0;
+  const auto stages = PipelineStages::Create(&cluster[0], "model", {{0, stage}});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  const auto pipeline =
+      Pipeline::Create(&cluster[0], {.name = "model",
+                                     .workers = {WorkerName(0)},
+                                     .schedule = *GPipe(1, 4),  // of 2, 2, 1 and 1 rows
+                                     .reduction = PipelineOptions::Reduction::kSum});
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  const Context context = cluster[0].NewContext();
+  const auto result = (*pipeline)->Train(context, TensorsOf(batch), {});
+  ASSERT_TRUE(result.ok()) << result.status();
+  const absl::StatusOr<at::Tensor> gradient = context.Gradient(layer->weight);
+  ASSERT_TRUE(gradient.ok()) << gradient.status();
+  EXPECT_TRUE(at::allclose(*gradient, batch.second.at("weight").t().matmul(batch.first)));
 }
 
 TEST(PipelinesPageTest, ReplicasHaveTheSameGradients) {

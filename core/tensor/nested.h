@@ -1,15 +1,20 @@
-// Inputs and outputs that hold tensors: a tensor, std::vector, std::map, std::pair, std::tuple and
+// Values that hold tensors: a tensor, std::vector, std::map, std::pair, std::tuple and
 // std::optional of them, in one another to any depth. The types stay the user's own, so what a
-// module takes and returns is what its forward says. Anything else is a plain value: each replica
-// gets a copy, and no output may be one.
-#ifndef DISTGRAD_CORE_PARALLEL_NESTED_H_
-#define DISTGRAD_CORE_PARALLEL_NESTED_H_
+// module takes and returns is what its forward says. Anything else is a plain value, which is
+// copied.
+//
+//   const std::vector<at::Tensor> flat = TensorsOf(batch);
+//   const Batch same = WithTensors(batch, flat);
+#ifndef DISTGRAD_CORE_TENSOR_NESTED_H_
+#define DISTGRAD_CORE_TENSOR_NESTED_H_
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <map>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -159,9 +164,18 @@ std::vector<at::Tensor> TensorsOf(const T& value) {
   return tensors;
 }
 
-// `value` with these tensors in the place of its own.
+// `value` with these tensors in the place of its own. Throws std::invalid_argument if they are not
+// as many.
 template <typename T>
 T WithTensors(const T& value, const std::vector<at::Tensor>& tensors) {
+  size_t count = 0;
+  const auto add = [&count](const at::Tensor&) { ++count; };
+  Nested<T>::Visit(value, add);
+  if (tensors.size() != count) {
+    throw std::invalid_argument(std::to_string(tensors.size()) +
+                                " tensors are given for a value that holds " +
+                                std::to_string(count));
+  }
   size_t next = 0;
   const auto take = [&](const at::Tensor&) { return tensors[next++]; };
   return Nested<T>::Map(value, take);
@@ -169,4 +183,4 @@ T WithTensors(const T& value, const std::vector<at::Tensor>& tensors) {
 
 }  // namespace distgrad
 
-#endif  // DISTGRAD_CORE_PARALLEL_NESTED_H_
+#endif  // DISTGRAD_CORE_TENSOR_NESTED_H_
