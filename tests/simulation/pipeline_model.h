@@ -4,15 +4,21 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/synchronization/mutex.h"
+#include "core/base/ids.h"
 #include "core/pipeline/schedule.h"
 #include "tests/simulation/plan.h"
 
 namespace distgrad::simulation {
 
-// Constant after construction.
+// Constant after construction, but for what is said.
 struct PipelineModel {
   PipelineModel(const Action& action, int workers);
 
@@ -21,12 +27,17 @@ struct PipelineModel {
   at::Tensor Loss(const std::vector<at::Tensor>& out, const std::vector<at::Tensor>& target) const;
 
   std::string name;
-  bool fails = false;  // its last stage does
-  int in_flight = 1;   // steps, that are started one behind the other
+  bool fails = false;  // its last stage does, the first time
+  int in_flight = 1;   // steps, that are started one behind the other; several have kStep
   distgrad::Schedule schedule;
   std::vector<int> worker_of_rank;
   std::vector<at::Tensor> weights;  // by stage
   at::Tensor input, target;
+
+  std::atomic<bool> has_failed{false};
+  absl::Mutex mu;
+  // The stages that have stepped, by the context of the step.
+  std::map<ContextId, std::set<int>> stepped ABSL_GUARDED_BY(mu);
 };
 
 }  // namespace distgrad::simulation

@@ -177,6 +177,12 @@ PipelineModel::PipelineModel(const Action& action, int workers)
   }
   Must(made.status());
   schedule = *std::move(made);
+  if (in_flight > 1) {
+    for (int stage = 0; stage < schedule.stages(); ++stage) {
+      schedule.lists[schedule.rank_of_stage[stage]].push_back(
+          {distgrad::Action::Kind::kStep, stage});
+    }
+  }
   for (int rank = 0; rank < ranks; ++rank) {
     worker_of_rank.push_back(static_cast<int>(random() % workers));
   }
@@ -190,7 +196,6 @@ PipelineModel::PipelineModel(const Action& action, int workers)
 }
 
 std::vector<at::Tensor> PipelineModel::Compute(int stage, const std::vector<at::Tensor>& in) const {
-  TORCH_CHECK(!fails || stage + 1 < schedule.stages(), "on fire");
   return {at::tanh(at::mm(in.at(0), weights[stage]))};
 }
 
@@ -201,13 +206,24 @@ at::Tensor PipelineModel::Loss(const std::vector<at::Tensor>& out,
 
 void Job::RegisterPipelines(Process* process, int i) {
   for (const auto& [key, owned] : pipelines_) {
-    const PipelineModel* const model = owned.get();
+    PipelineModel* const model = owned.get();
     std::map<int, PipelineStage> stages;
     for (int stage = 0; stage < model->schedule.stages(); ++stage) {
       if (model->worker_of_rank[model->schedule.rank_of_stage[stage]] != i) continue;
       stages[stage] = {
-          .forward = [model, stage](Tensors in) { return model->Compute(stage, in); },
-          .loss = [model](Tensors out, Tensors target) { return model->Loss(out, target); }};
+          .forward =
+              [model, stage](Tensors in) {
+                const bool may_fail = model->fails && stage + 1 == model->schedule.stages();
+                TORCH_CHECK(!may_fail || model->has_failed.exchange(true), "on fire");
+                return model->Compute(stage, in);
+              },
+          .loss = [model](Tensors out, Tensors target) { return model->Loss(out, target); },
+          .step =
+              [model, stage](const Context& context) {
+                absl::MutexLock lock(&model->mu);
+                model->stepped[context.id()].insert(stage);
+                return absl::OkStatus();
+              }};
     }
     if (stages.empty()) continue;
     auto made = PipelineStages::Create(process->worker.get(), model->name, std::move(stages));
@@ -227,7 +243,7 @@ void Job::RegisterPipelines(Process* process, int i) {
 
 void Job::RunPipeline(const Action& action, Worker* worker) {
   const std::string what = Text(action);
-  const PipelineModel& model = *pipelines_.at(action.a);
+  PipelineModel& model = *pipelines_.at(action.a);
   std::vector<std::string> workers;
   for (const int i : model.worker_of_rank) workers.push_back(WorkerName(i));
   auto pipeline = Pipeline::Create(
@@ -271,6 +287,15 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
     if (failed && result.ok()) Wrong(absl::StrCat(what, ": OK behind a step that has failed"));
     failed = failed || !result.ok();
     CheckPipeline(action, worker, &each.context, result, deadline);
+  }
+  for (size_t i = 1; i < started.size() && model.in_flight > 1; ++i) {
+    absl::MutexLock lock(&model.mu);
+    const std::set<int>& before = model.stepped[started[i - 1].context.id()];
+    for (const int stage : model.stepped[started[i].context.id()]) {
+      if (before.count(stage) > 0) continue;
+      Wrong(
+          absl::StrCat(what, ": stage ", stage, " has stepped behind a step in which it has not"));
+    }
   }
   if (!failed && !started.empty() && started.size() < static_cast<size_t>(model.in_flight) &&
       !disturbed_ && !refused_ && action.b != Action::kByDeadline && !model.fails) {
