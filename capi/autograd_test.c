@@ -341,12 +341,70 @@ static void test_optimizers(void) {
   dg_tensor_destroy(plain);
 }
 
-/* Contexts, optimizers, futures and responders give errors. */
+/* Of contexts of any worker of the process; and once all of them have ended. */
+static void test_local(dg_optimizer* local, const dg_tensor* leaf) {
+  double norm = -1;
+  state_of state = {0};
+  const dg_str name = DG_STR("front");
+  for (int rank = 0; rank < 2; ++rank) {
+    const float before = data_of(leaf)[0];
+    dg_context* context = NULL;
+    dg_tensor* y = op1("aten::exp", leaf);
+    const dg_tensor* root = y;
+    OK(dg_context_create(workers[rank], &context));
+    OK(dg_context_backward(context, &root, 1, NULL));
+    OK(dg_optimizer_set_learning_rate(local, 0.5 / (rank + 1)));
+    OK(dg_optimizer_clip_gradients(local, context, 0.25, &norm));
+    CHECK(norm > data_of(y)[0] - 1e-4f && norm < data_of(y)[0] + 1e-4f);
+    OK(dg_optimizer_step(local, context));
+    CHECK(data_of(leaf)[0] < before);
+    dg_context_destroy(context);
+    FAILS(DG_INVALID_ARGUMENT, dg_optimizer_step(local, context));
+    dg_tensor_destroy(y);
+  }
+  FAILS(DG_FAILED_PRECONDITION, dg_optimizer_set_workers(local, &name, 1));
+  OK(dg_optimizer_state(local, visit_state, &state));
+  CHECK(*(const double*)(const void*)data_of(find_state(&state, "param_groups.0.lr")) == 0.25);
+  OK(dg_optimizer_load_state(local, state.names, (const dg_tensor* const*)state.tensors,
+                             (size_t)state.count));
+  for (int i = 0; i < state.count; ++i) dg_tensor_destroy(state.tensors[i]);
+}
+
+static void test_locals(void) {
+  const float one = 1;
+  const dg_tensor* parameters[1];
+  dg_tensor *sgd_leaf = floats(&one, 1, 1), *adam_leaf = floats(&one, 1, 1);
+  dg_optimizer *sgd = NULL, *adam = NULL, *adamw = NULL, *none = NULL;
+  OK(dg_tensor_require_grad(sgd_leaf));
+  OK(dg_tensor_require_grad(adam_leaf));
+  parameters[0] = sgd_leaf;
+  /* Names of several are theirs alone. */
+  OK(dg_optimizer_create_sgd(NULL, DG_STR("s"), parameters, 1, NULL, &sgd));
+  parameters[0] = adam_leaf;
+  OK(dg_optimizer_create_adam(NULL, DG_STR("s"), parameters, 1, NULL, &adam));
+  OK(dg_optimizer_create_adamw(NULL, DG_STR("s"), parameters, 1, NULL, &adamw));
+  test_local(sgd, sgd_leaf);
+  test_local(adam, adam_leaf);
+  test_local(adamw, adam_leaf);
+  OK(dg_optimizer_remove(sgd));
+  SAYS(DG_NOT_FOUND, "the optimizer 's' was removed", dg_optimizer_set_learning_rate(sgd, 1));
+  SAYS(
+      DG_INVALID_ARGUMENT, "parameters[0] is NULL",
+      dg_optimizer_create_sgd(NULL, DG_STR("s"), (const dg_tensor* const[]){NULL}, 1, NULL, &none));
+  CHECK(none == NULL);
+  dg_optimizer_destroy(sgd);
+  dg_optimizer_destroy(adam);
+  dg_optimizer_destroy(adamw);
+  dg_tensor_destroy(sgd_leaf);
+  dg_tensor_destroy(adam_leaf);
+}
+
+/* Contexts, optimizers, futures and responders give errors; a local optimizer goes on. */
 static void test_what_outlives_its_worker(void) {
   const float one = 1;
   dg_tensor *mine = floats(&one, 1, 1), *y;
   const dg_tensor* root;
-  dg_optimizer* optimizer = NULL;
+  dg_optimizer *optimizer = NULL, *local = NULL;
   dg_context* context = NULL;
   dg_future* outliving[2];
   dg_responder* responders[2];
@@ -354,6 +412,7 @@ static void test_what_outlives_its_worker(void) {
   double norm = -1;
   OK(dg_tensor_require_grad(mine));
   OK(dg_optimizer_create_sgd(workers[0], DG_STR("last"), NULL, 0, NULL, &optimizer));
+  OK(dg_optimizer_create_sgd(NULL, DG_STR(""), NULL, 0, NULL, &local));
   OK(dg_context_create(workers[0], &context));
   root = y = remote(context, mine, DG_STR("multiply"));
   for (int i = 0; i < 2; ++i) {
@@ -367,6 +426,8 @@ static void test_what_outlives_its_worker(void) {
   FAILS(DG_CANCELLED, dg_context_backward(context, &root, 1, NULL));
   FAILS(DG_FAILED_PRECONDITION, dg_optimizer_step(optimizer, context));
   FAILS(DG_FAILED_PRECONDITION, dg_optimizer_clip_gradients(optimizer, context, 1, &norm));
+  OK(dg_optimizer_set_learning_rate(local, 1));
+  dg_optimizer_destroy(local);
   dg_optimizer_destroy(optimizer);
   FAILS(DG_INVALID_ARGUMENT, dg_optimizer_clip_gradients(optimizer, context, 1, &norm));
   OK(dg_context_release(context));
@@ -438,6 +499,7 @@ int main(void) {
   on_both(shut_down);
   test_optimizers();
   test_sums();
+  test_locals();
   test_what_outlives_its_worker();
   clean_up();
   return 0;

@@ -576,6 +576,62 @@ static void lifetimes(void) {
   CHECK(parts_ended == 9);
 }
 
+static void step_back(dg_optimizer* optimizer, const dg_tensor* weight) {
+  dg_tensor *square = op2("aten::mul.Tensor", weight, weight), *sum = op1("aten::sum", square);
+  const dg_tensor* root = sum;
+  dg_context* context = NULL;
+  OK(dg_context_create(workers[1], &context));
+  OK(dg_context_backward(context, &root, 1, NULL));
+  OK(dg_optimizer_step(optimizer, context));
+  dg_context_destroy(context);
+  dg_tensor_destroy(square);
+  dg_tensor_destroy(sum);
+}
+
+/* The part keeps it, too. */
+static void local_optimizer(void) {
+  const float data[3] = {1, 2, 3};
+  const dg_str back = DG_STR("back"), weight_name = DG_STR("weight"), adam = DG_STR("adam");
+  dg_checkpoint_contents contents = DG_CHECKPOINT_CONTENTS_INIT;
+  dg_checkpoint_manager_options options = DG_CHECKPOINT_MANAGER_OPTIONS_INIT;
+  dg_checkpoint_part* part = NULL;
+  dg_checkpoint_manager* manager = NULL;
+  dg_loaded_checkpoint* loaded = NULL;
+  dg_optimizer* optimizer = NULL;
+  dg_tensor* weight = floats(data, 1, 3);
+  const dg_tensor* leaf = weight;
+  float after[2][3];
+  OK(dg_tensor_require_grad(weight));
+  OK(dg_optimizer_create_adam(NULL, DG_STR(""), &leaf, 1, NULL, &optimizer));
+  contents.tensor_names = &weight_name;
+  contents.tensors = &leaf;
+  contents.tensor_count = 1;
+  contents.optimizer_names = &adam;
+  contents.optimizers = &optimizer;
+  contents.optimizer_count = 1;
+  OK(dg_checkpoint_part_create(workers[1], DG_STR("local"), &contents, NULL, NULL, &part));
+  options.name = DG_STR("local");
+  options.workers = &back;
+  options.worker_count = 1;
+  OK(dg_checkpoint_manager_create(workers[1], in_folder("local"), &options, &manager));
+  step_back(optimizer, weight);
+  OK(dg_checkpoint_manager_save(manager, 1, DG_FOREVER));
+  step_back(optimizer, weight);
+  memcpy(after[0], data_of(weight), sizeof(after[0]));
+  /* With its moments: the same step once more. */
+  OK(dg_checkpoint_manager_load(manager, NULL, &loaded));
+  dg_loaded_checkpoint_destroy(loaded);
+  step_back(optimizer, weight);
+  memcpy(after[1], data_of(weight), sizeof(after[1]));
+  CHECK(memcmp(after[0], after[1], sizeof(after[0])) == 0);
+  dg_optimizer_destroy(optimizer);
+  OK(dg_checkpoint_manager_save(manager, 2, DG_FOREVER));
+  dg_checkpoint_manager_destroy(manager);
+  OK(dg_checkpoint_part_remove(part));
+  dg_checkpoint_part_destroy(part);
+  dg_tensor_destroy(weight);
+}
+
 int main(void) {
   const char* parent = getenv("TEST_TMPDIR");
   prepare();
@@ -588,6 +644,7 @@ int main(void) {
   save_and_resume();
   what_does_not_fit();
   optimizer_files();
+  local_optimizer();
   lifetimes();
   for (int i = 0; i < 2; ++i) {
     dg_worker_destroy(workers[i]);

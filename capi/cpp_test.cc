@@ -418,6 +418,16 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   EXPECT_EQ(CodeOf([&] { optimizer.LoadState(state); }), DG_INVALID_ARGUMENT);
   optimizer.Remove();
   EXPECT_EQ(CodeOf([&] { optimizer.Step(context); }), DG_NOT_FOUND);
+
+  // Local ones, which have no worker.
+  dg::Optimizer locals[] = {dg::Optimizer({x}, sgd), dg::Optimizer::Adam({x}),
+                            dg::Optimizer::AdamW({x})};
+  for (dg::Optimizer& local : locals) {
+    const float before = x.data<float>()[0];
+    local.Step(context);
+    EXPECT_LT(x.data<float>()[0], before);
+    EXPECT_EQ(CodeOf([&] { local.SetWorkers({"worker0"}); }), DG_FAILED_PRECONDITION);
+  }
 }
 
 TEST(CppTest, FilesAndCheckpoints) {

@@ -891,18 +891,19 @@ static void call(state* s) {
       dg_tensor* leaf = NULL;
       const dg_tensor* leaves[1];
       const dg_str name = next(s) % 2 ? DG_STR("a") : DG_STR("b");
+      dg_worker* const of = next(s) % 3 ? W : NULL; /* a local one */
       OK(dg_tensor_from_data(memory, DG_FLOAT32, NULL, 0, &leaf));
       OK(dg_tensor_require_grad(leaf));
       leaves[0] = leaf;
       switch (next(s) % 3) {
         case 0:
-          ran(s, dg_optimizer_create_sgd(W, name, leaves, 1, NULL, &optimizer));
+          ran(s, dg_optimizer_create_sgd(of, name, leaves, 1, NULL, &optimizer));
           break;
         case 1:
-          ran(s, dg_optimizer_create_adam(W, name, leaves, 1, NULL, &optimizer));
+          ran(s, dg_optimizer_create_adam(of, name, leaves, 1, NULL, &optimizer));
           break;
         default:
-          ran(s, dg_optimizer_create_adamw(W, name, leaves, 1, NULL, &optimizer));
+          ran(s, dg_optimizer_create_adamw(of, name, leaves, 1, NULL, &optimizer));
           break;
       }
       keep(s, OPTIMIZER, optimizer);

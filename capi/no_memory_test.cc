@@ -149,24 +149,27 @@ TEST_F(NoMemoryTest, Optimizers) {
     ExpectOk(dg_optimizer_remove(made));
     dg_optimizer_destroy(made);
   };
-  FailEachAllocation<dg_optimizer>(
-      "dg_optimizer_create_sgd",
-      [&](dg_optimizer** out) {
-        return dg_optimizer_create_sgd(worker_, DG_STR("a"), parameters.data(), 1, nullptr, out);
-      },
-      end);
-  FailEachAllocation<dg_optimizer>(
-      "dg_optimizer_create_adam",
-      [&](dg_optimizer** out) {
-        return dg_optimizer_create_adam(worker_, DG_STR("a"), parameters.data(), 1, nullptr, out);
-      },
-      end);
-  FailEachAllocation<dg_optimizer>(
-      "dg_optimizer_create_adamw",
-      [&](dg_optimizer** out) {
-        return dg_optimizer_create_adamw(worker_, DG_STR("a"), parameters.data(), 1, nullptr, out);
-      },
-      end);
+  // NULL makes local ones.
+  for (dg_worker* const worker : {worker_, static_cast<dg_worker*>(nullptr)}) {
+    FailEachAllocation<dg_optimizer>(
+        "dg_optimizer_create_sgd",
+        [&](dg_optimizer** out) {
+          return dg_optimizer_create_sgd(worker, DG_STR("a"), parameters.data(), 1, nullptr, out);
+        },
+        end);
+    FailEachAllocation<dg_optimizer>(
+        "dg_optimizer_create_adam",
+        [&](dg_optimizer** out) {
+          return dg_optimizer_create_adam(worker, DG_STR("a"), parameters.data(), 1, nullptr, out);
+        },
+        end);
+    FailEachAllocation<dg_optimizer>(
+        "dg_optimizer_create_adamw",
+        [&](dg_optimizer** out) {
+          return dg_optimizer_create_adamw(worker, DG_STR("a"), parameters.data(), 1, nullptr, out);
+        },
+        end);
+  }
 }
 
 TEST_F(NoMemoryTest, Futures) {

@@ -5,6 +5,12 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
@@ -16,12 +22,23 @@
 namespace distgrad {
 namespace {
 
+// Keeps the worker of an optimizer from ending; there is none where that is a local one.
+absl::StatusOr<std::optional<SharedWorker::Use>> Begin(const OptimizerObject& object) {
+  if (object.worker == nullptr) return std::nullopt;
+  DG_ASSIGN_OR_RETURN(SharedWorker::Use use, object.worker->Begin());
+  return std::optional<SharedWorker::Use>(std::move(use));
+}
+
 // `make` gives torch's optimizer for the parameters, or throws.
 template <typename F>
 absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* parameters,
                     size_t parameter_count, dg_optimizer** out, F&& make) {
   DG_RETURN_IF_ERROR(CheckOut(out));
-  DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+  std::optional<SharedWorker::Use> use;
+  if (worker != nullptr) {
+    DG_ASSIGN_OR_RETURN(SharedWorker::Use begun, UseWorker(worker));
+    use.emplace(std::move(begun));
+  }
   DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
   DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> leaves,
                       PinTensors(parameters, parameter_count, /*allow_null=*/false, "parameters"));
@@ -30,10 +47,10 @@ absl::Status Create(dg_worker* worker, dg_str name, const dg_tensor* const* para
     return absl::InvalidArgumentError(
         absl::StrCat("parameter ", i, " is not a leaf that requires grad"));
   }
-  HandleAhead<OptimizerObject> made(use.shared().shared_from_this());
+  HandleAhead<OptimizerObject> made(use ? use->shared().shared_from_this() : nullptr);
   SharedAhead<Optimizer> shared;
   DG_ASSIGN_OR_RETURN(std::unique_ptr<Optimizer> optimizer,
-                      Optimizer::Create(use.get(), make(std::move(leaves)), text));
+                      Optimizer::Create(use ? use->get() : nullptr, make(std::move(leaves)), text));
   made->optimizer = shared.Share(std::move(optimizer));
   *out = made.Release();
   return absl::OkStatus();
@@ -79,7 +96,7 @@ dg_error* WithFile(dg_optimizer* optimizer, const dg_str* names, const dg_tensor
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(path, "path"));
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use in_use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto in_use, Begin(*pinned));
     const BlockingScope blocking;
     return use(*pinned->optimizer, named, text);
   });
@@ -151,7 +168,7 @@ dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer, const dg_str* worker
     DG_ASSIGN_OR_RETURN(std::vector<std::string> names, FromStrs(workers, worker_count, "workers"));
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
     return pinned->optimizer->SetWorkers(std::move(names));
   });
 }
@@ -162,7 +179,7 @@ dg_error* dg_optimizer_step(dg_optimizer* optimizer, const dg_context* context) 
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
     return pinned->optimizer->Step(of->context);
   });
 }
@@ -176,7 +193,7 @@ dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer, const dg_context*
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> of, Pin<ContextObject>(context, "context"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
     DG_ASSIGN_OR_RETURN(*norm, pinned->optimizer->ClipGradients(of->context, max_norm));
     return absl::OkStatus();
   });
@@ -187,7 +204,7 @@ dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer, double learnin
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
     return pinned->optimizer->SetLearningRate(learning_rate);
   });
 }
@@ -202,7 +219,7 @@ dg_error* dg_optimizer_state(dg_optimizer* optimizer,
     {
       DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                           Pin<OptimizerObject>(optimizer, "optimizer"));
-      DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+      DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
       const BlockingScope blocking;
       DG_ASSIGN_OR_RETURN(state, pinned->optimizer->State());
     }
@@ -229,7 +246,7 @@ dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, const dg_str* names,
     }
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
     const BlockingScope blocking;
     return pinned->optimizer->LoadState(state);
   });
@@ -258,7 +275,7 @@ dg_error* dg_optimizer_remove(dg_optimizer* optimizer) noexcept {
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         Pin<OptimizerObject>(optimizer, "optimizer"));
-    DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
+    DG_ASSIGN_OR_RETURN(const auto use, Begin(*pinned));
     const BlockingScope blocking;
     pinned->optimizer->Remove();
     return absl::OkStatus();

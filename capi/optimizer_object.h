@@ -19,7 +19,7 @@ struct OptimizerObject : HandleObject {
   static constexpr char kName[] = "dg_optimizer";
 
   explicit OptimizerObject(std::shared_ptr<SharedWorker> worker) : worker(std::move(worker)) {}
-  const std::shared_ptr<SharedWorker> worker;
+  const std::shared_ptr<SharedWorker> worker;  // null of a local one
   // Not used once the worker is gone. Parts of checkpoints have it, too.
   std::shared_ptr<Optimizer> optimizer;
 };

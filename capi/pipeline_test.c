@@ -24,6 +24,7 @@ enum fault {
 /* A layer, with what its functions count. */
 typedef struct layer {
   dg_tensor *weight, *bias;
+  dg_optimizer* optimizer; /* a local one, for its step; or NULL */
   enum fault fault;
   int at;
   int forwards, losses, steps, ended;
@@ -63,6 +64,7 @@ static void end_layers(layer* of, int count) {
   for (int i = 0; i < count; ++i) {
     dg_tensor_destroy(of[i].weight);
     dg_tensor_destroy(of[i].bias);
+    dg_optimizer_destroy(of[i].optimizer);
   }
 }
 
@@ -148,11 +150,18 @@ static dg_error* loss(void* user_data, const dg_micro_batch* batch, dg_tensor** 
   return NULL;
 }
 
-/* w -= gradient */
+/* A learning rate for each step. */
+static double rate_of(int steps) { return 0.05 / steps; }
+
+/* That of the optimizer; or w -= gradient. */
 static dg_error* step(void* user_data, const dg_context* context) {
   layer* self = (layer*)user_data;
   dg_tensor* const parameters[2] = {self->weight, self->bias};
   ++self->steps;
+  if (self->optimizer != NULL) {
+    OK(dg_optimizer_set_learning_rate(self->optimizer, rate_of(self->steps)));
+    return dg_optimizer_step(self->optimizer, context);
+  }
   if (self->fault == AHEAD && self->steps == 1) {
     wait_at_gate(&entered);
     post(&released);
@@ -318,8 +327,11 @@ static void step_alone(const layer* of, int stage_count, int64_t count, bool mea
   }
 }
 
-static dg_optimizer* optimizer_of(int rank, dg_str name, const layer* of, int stage_count,
-                                  int first, int every) {
+enum kind { PLAIN, SGD, ADAM, ADAMW };
+
+/* Of the worker, or a local one (NULL). */
+static dg_optimizer* make_optimizer(dg_worker* worker, dg_str name, enum kind kind, const layer* of,
+                                    int stage_count, int first, int every) {
   const dg_tensor* parameters[2 * MOST_STAGES];
   dg_sgd_options options = DG_SGD_OPTIONS_INIT;
   dg_optimizer* optimizer = NULL;
@@ -330,8 +342,18 @@ static dg_optimizer* optimizer_of(int rank, dg_str name, const layer* of, int st
   }
   options.learning_rate = 0.05;
   options.momentum = 0.9;
-  OK(dg_optimizer_create_sgd(workers[rank], name, parameters, count, &options, &optimizer));
+  if (kind == SGD) {
+    OK(dg_optimizer_create_sgd(worker, name, parameters, count, &options, &optimizer));
+  } else if (kind == ADAM) {
+    OK(dg_optimizer_create_adam(worker, name, parameters, count, NULL, &optimizer));
+  } else if (kind == ADAMW) {
+    OK(dg_optimizer_create_adamw(worker, name, parameters, count, NULL, &optimizer));
+  }
   return optimizer;
+}
+static dg_optimizer* optimizer_of(int rank, dg_str name, const layer* of, int stage_count,
+                                  int first, int every) {
+  return make_optimizer(workers[rank], name, SGD, of, stage_count, first, every);
 }
 
 static void compare(dg_schedule* schedule, bool mean, uint64_t flags) {
@@ -922,8 +944,9 @@ static void has_failed(dg_error* error) {
   dg_error_destroy(error);
 }
 
-/* Several at once, against one process, to the last bit. */
-static void compare_in_flight(dg_schedule* schedule) {
+/* Several at once, against one process, to the last bit. Each stage has an optimizer of its own,
+ * and one process one for all. */
+static void compare_in_flight(dg_schedule* schedule, enum kind kind) {
   const int64_t count = (int64_t)dg_schedule_get(schedule)->micro_batches;
   enum { MOST = 3 };
   layer alone[2];
@@ -931,10 +954,17 @@ static void compare_in_flight(dg_schedule* schedule) {
   dg_tensor* expected[MOST][BATCH];
   dg_pipeline_stages* stages[2];
   dg_pipeline* pipeline;
+  dg_optimizer* of_alone;
+  const dg_str front = DG_STR("front");
   begin_job();
   make_layers(layers, 2);
   make_layers(alone, 2);
-  for (int i = 0; i < 2; ++i) stages[i] = make_stages(i, 2, 0);
+  for (int i = 0; i < 2; ++i) {
+    layers[i].optimizer = make_optimizer(NULL, DG_STR(""), kind, layers, 2, i, 2);
+    stages[i] = make_stages(i, 2, 0);
+  }
+  of_alone = make_optimizer(workers[0], DG_STR("alone"), kind, alone, 2, 0, 1);
+  if (of_alone != NULL) OK(dg_optimizer_set_workers(of_alone, &front, 1));
   schedule = with_steps(schedule);
   pipeline = make_pipeline(schedule, DG_REDUCTION_MEAN);
   dg_schedule_destroy(schedule);
@@ -947,7 +977,12 @@ static void compare_in_flight(dg_schedule* schedule) {
       OK(start(pipeline, &flights[number % MOST], x, y));
       OK(dg_context_create(workers[0], &context_alone));
       step_alone(alone, 2, count, true, context_alone, x, y, expected[number % MOST]);
-      for (int i = 0; i < 2; ++i) OK(step(&alone[i], context_alone));
+      if (of_alone != NULL) {
+        OK(dg_optimizer_set_learning_rate(of_alone, rate_of(number + 1)));
+        OK(dg_optimizer_step(of_alone, context_alone));
+      } else {
+        for (int i = 0; i < 2; ++i) OK(step(&alone[i], context_alone));
+      }
       dg_context_destroy(context_alone);
       dg_tensor_destroy(x);
       dg_tensor_destroy(y);
@@ -980,6 +1015,7 @@ static void compare_in_flight(dg_schedule* schedule) {
   }
   dg_pipeline_destroy(pipeline);
   for (int i = 0; i < 2; ++i) dg_pipeline_stages_destroy(stages[i]);
+  dg_optimizer_destroy(of_alone);
   end_job();
   end_layers(layers, 2);
   end_layers(alone, 2);
@@ -1025,11 +1061,13 @@ static void test_overlap(void) {
 static void test_steps_in_flight(void) {
   dg_schedule* schedule = NULL;
   OK(dg_schedule_create_one_forward_one_backward(2, 4, &schedule));
-  compare_in_flight(schedule);
+  compare_in_flight(schedule, PLAIN);
+  OK(dg_schedule_create_gpipe(2, 2, &schedule));
+  compare_in_flight(schedule, SGD);
   OK(dg_schedule_create_zero_bubble_h2(2, 3, &schedule));
-  compare_in_flight(schedule);
+  compare_in_flight(schedule, ADAM);
   OK(dg_schedule_create_zero_bubble(2, 5, 4, &schedule));
-  compare_in_flight(schedule);
+  compare_in_flight(schedule, ADAMW);
   test_overlap();
 }
 

@@ -30,6 +30,12 @@ constexpr absl::string_view kScale = "distgrad.optimizer.scale/";
 constexpr absl::string_view kRate = "distgrad.optimizer.rate/";
 constexpr size_t kMaxName = 900;  // with the longest of these it is a function's name
 
+std::string Describe(const Worker* worker, absl::string_view name) {
+  const std::string whose =
+      worker == nullptr ? "" : absl::StrCat(" of worker '", worker->name(), "'");
+  return absl::StrCat("the optimizer '", name, "'", whose);
+}
+
 }  // namespace
 
 Optimizer::Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local)
@@ -41,17 +47,17 @@ Optimizer::Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<Loc
 
 absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
     Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer, absl::string_view name) {
-  if (name.size() > kMaxName || absl::StrContains(name, "::")) {
+  if (worker != nullptr && (name.size() > kMaxName || absl::StrContains(name, "::"))) {
     return absl::InvalidArgumentError(
         absl::StrCat("worker '", worker->name(), "' cannot have an optimizer '", name,
                      "': a name has at most ", kMaxName, " bytes, and no '::'"));
   }
   if (optimizer == nullptr) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the optimizer '", name, "' of worker '", worker->name(), "' is null"));
+    return absl::InvalidArgumentError(absl::StrCat(Describe(worker, name), " is null"));
   }
   auto local = std::make_shared<LocalOptimizer>(std::move(optimizer));
   std::unique_ptr<Optimizer> made(new Optimizer(worker, name, local));
+  if (worker == nullptr) return made;
   const auto serve_any = [&](absl::string_view function, auto body) {
     return worker->RegisterOwn(absl::StrCat(function, name), body);
   };
@@ -99,9 +105,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
 absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& function,
                                                         const Message& message,
                                                         const Context* context) {
-  DG_RETURN_IF_ERROR(CheckMayAwaitStep());
-  // There may be another one of that name by now.
-  DG_RETURN_IF_ERROR(CheckIsThere());
+  DG_RETURN_IF_ERROR(CheckMayAsk());
   std::vector<std::string> workers;
   {
     absl::MutexLock lock(&mu_);
@@ -125,8 +129,19 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
 
 absl::Status Optimizer::CheckIsThere() const {
   if (!local_->removed()) return absl::OkStatus();
-  return absl::NotFoundError(
-      absl::StrCat("the optimizer '", name_, "' of worker '", worker_->name(), "' was removed"));
+  return absl::NotFoundError(absl::StrCat(Describe(worker_, name_), " was removed"));
+}
+
+absl::Status Optimizer::CheckMayAsk() const {
+  DG_RETURN_IF_ERROR(CheckMayAwaitStep());
+  // There may be another one of that name by now.
+  return CheckIsThere();
+}
+
+absl::StatusOr<ContextRecord*> Optimizer::RecordOf(const Context& context) const {
+  DG_RETURN_IF_ERROR(CheckMayAsk());
+  if (!context.valid()) return absl::InvalidArgumentError("an optimizer works on a context");
+  return context.record().get();
 }
 
 absl::StatusOr<std::vector<StateTensor>> Optimizer::State() const {
@@ -162,10 +177,15 @@ absl::Status Optimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimiz
 void Optimizer::Remove() {
   // Before, or a second Remove() could take off another one of that name.
   if (!local_->Remove()) return;
+  if (worker_ == nullptr) return;
   for (const std::string& function : functions_) worker_->UnregisterOwn(function);
 }
 
 absl::Status Optimizer::SetWorkers(std::vector<std::string> workers) {
+  if (worker_ == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(Describe(worker_, name_), " is a local one, of which no worker has a part"));
+  }
   std::set<absl::string_view> names;
   for (const std::string& worker : workers) {
     if (names.insert(worker).second) continue;
@@ -184,31 +204,52 @@ absl::Status Optimizer::SetWorkers(std::vector<std::string> workers) {
 }
 
 absl::Status Optimizer::Step(const Context& context) {
-  return CallAll(absl::StrCat(kStep, name_), {}, &context).status();
+  if (worker_ != nullptr) return CallAll(absl::StrCat(kStep, name_), {}, &context).status();
+  DG_ASSIGN_OR_RETURN(const ContextRecord* const record, RecordOf(context));
+  return local_->Step(*record);
 }
 
 absl::Status Optimizer::SetLearningRate(double learning_rate) {
+  if (worker_ == nullptr) {
+    DG_RETURN_IF_ERROR(CheckMayAsk());
+    return local_->SetLearningRate(learning_rate);
+  }
   const at::Tensor rate = at::scalar_tensor(learning_rate, at::kDouble);
   return CallAll(absl::StrCat(kRate, name_), {"", {rate}}, nullptr).status();
+}
+
+absl::StatusOr<std::vector<at::Tensor>> Optimizer::GradientNorms(const Context& context) {
+  if (worker_ == nullptr) {
+    DG_ASSIGN_OR_RETURN(const ContextRecord* const record, RecordOf(context));
+    return local_->GradientNorms(*record);
+  }
+  DG_ASSIGN_OR_RETURN(const std::vector<Message> replies,
+                      CallAll(absl::StrCat(kNorms, name_), {}, &context));
+  std::vector<at::Tensor> norms;
+  for (const Message& reply : replies) {
+    norms.insert(norms.end(), reply.tensors.begin(), reply.tensors.end());
+  }
+  return norms;
+}
+
+absl::Status Optimizer::ScaleGradients(const Context& context, const at::Tensor& factor) {
+  if (worker_ == nullptr) {
+    DG_ASSIGN_OR_RETURN(ContextRecord* const record, RecordOf(context));
+    return local_->ScaleGradients(*record, factor);
+  }
+  return CallAll(absl::StrCat(kScale, name_), {"", {factor}}, &context).status();
 }
 
 absl::StatusOr<double> Optimizer::ClipGradients(const Context& context, double max_norm) {
   // A negative one would turn the gradients round.
   if (!(max_norm >= 0))
     return absl::InvalidArgumentError(absl::StrCat("the largest norm is to be ", max_norm));
-  DG_ASSIGN_OR_RETURN(const std::vector<Message> replies,
-                      CallAll(absl::StrCat(kNorms, name_), {}, &context));
+  DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> norms, GradientNorms(context));
+  if (norms.empty()) return 0.0;
   try {
     at::NoGradGuard no_grad;
-    std::vector<at::Tensor> norms;
-    at::ScalarType type = at::kHalf;
-    for (const Message& reply : replies) {
-      for (const at::Tensor& norm : reply.tensors) {
-        type = norms.empty() ? norm.scalar_type() : at::promote_types(type, norm.scalar_type());
-        norms.push_back(norm);
-      }
-    }
-    if (norms.empty()) return 0.0;
+    at::ScalarType type = norms[0].scalar_type();
+    for (const at::Tensor& norm : norms) type = at::promote_types(type, norm.scalar_type());
     for (at::Tensor& norm : norms) norm = norm.to(type);
     // The same arithmetic as clipping in one process, so that the result is so to the last bit.
     const at::Tensor total = norms.size() == 1 ? norms[0] : at::norm(at::stack(norms));
@@ -216,9 +257,7 @@ absl::StatusOr<double> Optimizer::ClipGradients(const Context& context, double m
     if (!std::isfinite(value))
       return absl::OutOfRangeError(absl::StrCat("the norm of the gradients is ", value));
     const at::Tensor factor = max_norm / (total + 1e-6);
-    if (factor.item().toDouble() < 1) {
-      DG_RETURN_IF_ERROR(CallAll(absl::StrCat(kScale, name_), {"", {factor}}, &context).status());
-    }
+    if (factor.item().toDouble() < 1) DG_RETURN_IF_ERROR(ScaleGradients(context, factor));
     return value;
   } catch (...) {
     return StatusFromException(std::current_exception());

@@ -34,12 +34,18 @@ class LocalOptimizer;  // core/optim/local_optimizer.h
 // only some workers have parts, SetWorkers() says which: a step does not pass over others by
 // itself, since a part that was forgotten would never be trained, and nobody would hear of it.
 //
+// A local one has no worker, and no parts elsewhere: its steps, clips and learning rates are for
+// its own parameters, run on the thread that asks for them, and take any context of this process.
+// It is a LocalOptimizer (core/optim/local_optimizer.h) with the methods of this class, for the
+// steps of stages in C and Rust.
+//
 // Thread-safe.
 class Optimizer {
  public:
   // Makes `optimizer` this worker's part of the optimizer `name`, which lasts until Remove(), or as
   // long as the worker; that must outlive the result. kAlreadyExists if the worker has one of that
-  // name; kInvalidArgument for a name of more than 900 bytes, or with a "::" in it.
+  // name; kInvalidArgument for a name of more than 900 bytes, or with a "::" in it. Without a
+  // worker (null) it is a local one, whose name is for its errors alone.
   static absl::StatusOr<std::unique_ptr<Optimizer>> Create(
       Worker* worker, std::unique_ptr<torch::optim::Optimizer> optimizer,
       absl::string_view name = "");
@@ -47,7 +53,7 @@ class Optimizer {
   // Names the workers that have parts, this one among them, for the steps, learning rates and clips
   // that are asked for here, from the next one on; without it these are all workers of the job,
   // also those that join later. kInvalidArgument, and nothing is changed, if a name is there twice,
-  // or this worker's is not.
+  // or this worker's is not; kFailedPrecondition for a local one.
   absl::Status SetWorkers(std::vector<std::string> workers);
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. Returns
@@ -96,11 +102,18 @@ class Optimizer {
 
   // kNotFound, with its name, once it is removed.
   absl::Status CheckIsThere() const;
+  // What each step, and each change of what a step does, begins with.
+  absl::Status CheckMayAsk() const;
+  // Does that for a local one, and returns the record of the context, which has to be valid.
+  absl::StatusOr<ContextRecord*> RecordOf(const Context& context) const;
+  // The 2-norms of all parts' gradients, by worker; and a factor for all of these.
+  absl::StatusOr<std::vector<at::Tensor>> GradientNorms(const Context& context);
+  absl::Status ScaleGradients(const Context& context, const at::Tensor& factor);
   // Calls a function of all parts, and returns their replies by worker. The context may be null.
   absl::StatusOr<std::vector<Message>> CallAll(const std::string& function, const Message& message,
                                                const Context* context);
 
-  Worker* const worker_;
+  Worker* const worker_;  // null of a local one
   const std::string name_;
   const std::array<std::string, 4> functions_;  // what claims the name is the last that goes
   const std::shared_ptr<LocalOptimizer> local_;

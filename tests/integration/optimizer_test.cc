@@ -274,6 +274,55 @@ TEST(OptimizerStepTest, StepsOfOptimizersThatShareAParameter) {
   EXPECT_FALSE(w.grad().defined());
 }
 
+// Its steps, clips and learning rates, of contexts of any worker of the process.
+TEST_P(OptimizerTest, ALocalOneEqualsThatOfOneProcess) {
+  Team team(2);
+  const Tensors mine = MakeParameters()[0], reference = MakeParameters()[0];
+  const auto optimizer = *Optimizer::Create(nullptr, GetParam().make(mine));
+  const auto single = GetParam().make(reference);
+  for (int step = 0; step < 10; ++step) {
+    SCOPED_TRACE(step);
+    const double rate = 0.1 / (step + 1);
+    ASSERT_TRUE(optimizer->SetLearningRate(rate).ok());
+    single->param_groups()[0].options().set_lr(rate);
+    const Context context = team[step % 2].NewContext();
+    ASSERT_TRUE(context.Backward({Layer(mine, Input(step), step, 0).square().mean()}).ok());
+    single->zero_grad();
+    Layer(reference, Input(step), step, 0).square().mean().backward();
+    if (GetParam().max_norm > 0) {
+      const absl::StatusOr<double> norm = optimizer->ClipGradients(context, GetParam().max_norm);
+      ASSERT_TRUE(norm.ok()) << norm.status();
+      EXPECT_EQ(*norm, torch::nn::utils::clip_grad_norm_(reference, GetParam().max_norm));
+    }
+    const absl::Status stepped = optimizer->Step(context);
+    ASSERT_TRUE(stepped.ok()) << stepped;
+    single->step();
+  }
+  for (size_t i = 0; i < mine.size(); ++i) EXPECT_TRUE(mine[i].equal(reference[i])) << i;
+  const auto state = optimizer->State();
+  ASSERT_TRUE(state.ok()) << state.status();
+  EXPECT_TRUE(optimizer->LoadState(*state).ok());
+}
+
+TEST(OptimizerStepTest, ErrorsOfALocalOne) {
+  Team team(1);
+  const auto local = *Optimizer::Create(nullptr, MakeSgd({Leaf({1}, 1)}), "net::head");
+  EXPECT_EQ(local->SetWorkers({"worker0"}).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(local->Step(Context()).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(local->ClipGradients(Context(), 1).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(local->SetLearningRate(-1).code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Optimizer::Create(nullptr, nullptr, "tail").status().message(),
+            "the optimizer 'tail' is null");
+  Context context = team[0].NewContext();
+  EXPECT_TRUE(local->Step(context).ok());  // without gradients
+  context.Release();
+  EXPECT_EQ(local->Step(context).code(), absl::StatusCode::kFailedPrecondition);
+  local->Remove();
+  local->Remove();
+  EXPECT_EQ(local->Step(context).code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(local->SetLearningRate(1).message(), "the optimizer 'net::head' was removed");
+}
+
 TEST(OptimizerCreateTest, NamesThatCannotBe) {
   Team team(1);
   const auto create = [&](absl::string_view name) {
@@ -306,13 +355,16 @@ TEST(OptimizerStepTest, APostAccumulateHookCannotWaitForOne) {
   Team team(1);
   const at::Tensor w = Leaf({2}, 1);
   const auto optimizer = NewSgd(team[0], {w});
+  const auto local = *Optimizer::Create(nullptr, MakeSgd({w}));
   const Context context = team[0].NewContext();
   int hooks = 0;
   torch::autograd::impl::set_post_acc_grad_hooks(
       w, std::make_unique<Hook>([&] {
         ++hooks;
-        const absl::Status stepped = optimizer->Step(context);
-        EXPECT_EQ(stepped.code(), absl::StatusCode::kFailedPrecondition) << stepped;
+        for (const absl::Status& status :
+             {optimizer->Step(context), local->Step(context), local->SetLearningRate(1)}) {
+          EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+        }
       }));
   EXPECT_TRUE(context.Backward({w.sum()}).ok());
   w.sum().backward();  // libtorch's own holds that leaf, too

@@ -5,18 +5,19 @@
 //! `split [FOLDER [IMAGES]] [--checkpoint FOLDER [--every STEPS] [--resume]]`; the first FOLDER has
 //! the four `*-ubyte.gz` files. With `--checkpoint` both processes save what they have every 200
 //! steps, at the end, and on Ctrl-C; with `--resume` they go on where they were.
+mod checkpoints;
 mod fashion_mnist;
 mod interrupt;
 mod job;
 
 use distgrad::{
-    CheckpointContents, CheckpointManager, CheckpointManagerOptions, Code, Context, LoadOptions,
-    Message, NoGrad, Optimizer, Result, Sgd, Tensor,
+    CheckpointContents, CheckpointManager, CheckpointManagerOptions, Context, Message, NoGrad,
+    Optimizer, Result, Sgd, Tensor,
 };
 use fashion_mnist::{accuracy, parameter, Dataset, CLASSES, FOLDER, PIXELS};
 use indicatif::{ProgressBar, ProgressStyle};
 use job::{Job, MINUTE};
-use std::{env, error::Error, fs, process};
+use std::{env, error::Error, process};
 
 const HIDDEN: usize = 64;
 const BATCH: usize = 50;
@@ -64,20 +65,7 @@ impl Options {
             return Err("--every is 1 at least, and --resume needs --checkpoint FOLDER".into());
         }
         if let (Some(folder), false) = (&options.checkpoint, options.resume) {
-            // One whose save was killed at its very end has a point before its name yet.
-            let is_step = |entry: fs::DirEntry| {
-                let name = entry.file_name();
-                name.to_string_lossy().trim_start_matches('.').starts_with("step-")
-                    && entry.path().join("manifest.json").exists()
-            };
-            // The manager reports a folder that cannot be read.
-            if fs::read_dir(folder).is_ok_and(|all| all.flatten().any(is_step)) {
-                return Err(format!(
-                    "{folder} has the checkpoints of another run, which this one would remove: go \
-                     on from them with --resume, or give another folder"
-                )
-                .into());
-            }
+            checkpoints::check_is_new(folder)?;
         }
         Ok(options)
     }
@@ -203,7 +191,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             None => None,
         };
         let done = match &checkpoints {
-            Some(checkpoints) if options.resume => resume(checkpoints)?,
+            Some(checkpoints) if options.resume => checkpoints::resume(checkpoints)?,
             _ => 0,
         };
         let front = Front { job: &job, layer, optimizer };
@@ -221,13 +209,4 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         process::exit(130);
     }
     Ok(())
-}
-
-/// Loads the newest checkpoint, if there is one, and returns how many steps were taken by then.
-fn resume(checkpoints: &CheckpointManager<'_>) -> Result<usize> {
-    match checkpoints.load(&LoadOptions::new()) {
-        Ok(loaded) => Ok(loaded.step as usize),
-        Err(error) if error.code() == Code::NotFound => Ok(0),
-        Err(error) => Err(error),
-    }
 }

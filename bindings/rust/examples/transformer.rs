@@ -2,27 +2,47 @@
 //! processes, or as several replicas of one, and has it write.
 //!
 //! `transformer FILE [--stages=N] [--schedule=gpipe|1f1b|interleaved|zb_h1|zb_h2] [--micro-batches=N]
-//! [--replicas=N] [--steps=N] [--batch=N] [--blocks=N] [--width=N] [--context=N] [--output=FOLDER]`
+//! [--replicas=N] [--in-flight=N] [--steps=N] [--batch=N] [--blocks=N] [--width=N] [--context=N]
+//! [--output=FOLDER] [--checkpoint=FOLDER [--every=N] [--resume]]`
 //!
 //! FILE is the text; `//examples:transformer`, which does the same in C++, takes the King James
 //! Version of the Bible. Each replica is as many processes as there are `--stages`, and takes a part
-//! of each batch. A table and a picture of the loss and what the model writes go to the folder
-//! `transformer`.
+//! of each batch. A step is started while others run, so that no process waits for the end of one;
+//! with `--in-flight=1` it is not, and the losses are the same. A table and a picture of the loss and
+//! what the model writes go to the folder `transformer`. With `--checkpoint` all is saved every 100
+//! steps, at the end, and on Ctrl-C; with `--resume` it goes on, also with other stages, replicas and
+//! schedule.
 mod blocks;
+mod checkpoints;
+mod interrupt;
 mod job;
 mod text;
+mod transformer_options;
 
 use blocks::{loss, Shape, Stage};
 use distgrad::{
-    Adam, GradientAverager, GradientAveragerOptions, Optimizer, Pipeline, PipelineStage,
-    PipelineStages, PipelineStagesOptions, ProcessGroup, ProcessGroupOptions, Result, Schedule,
-    Tensor, Worker,
+    Adam, CheckpointContents, CheckpointManager, CheckpointManagerOptions, CheckpointPart, Context,
+    GradientAverager, GradientAveragerOptions, Optimizer, Pipeline, PipelineStage, PipelineStages,
+    PipelineStagesOptions, PipelineStep, ProcessGroup, ProcessGroupOptions, Result, Tensor, Worker,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use job::{Job, MINUTE};
-use std::{env, error::Error, fmt::Write, fs, thread, time::Instant};
+use std::{
+    collections::VecDeque,
+    error::Error,
+    fmt::Write,
+    fs, process,
+    sync::{
+        atomic::{AtomicUsize, Ordering},
+        Arc,
+    },
+    thread,
+    time::Instant,
+};
 use text::{Random, Text};
+use transformer_options::Options;
 
+/// The highest.
 const LEARNING_RATE: f64 = 0.003;
 /// The part of the steps in which the learning rate rises.
 const WARM_UP: f64 = 0.05;
@@ -32,97 +52,109 @@ const SAMPLE: usize = 300;
 /// Below 1 what is likely gets likelier.
 const TEMPERATURE: f64 = 0.8;
 
-/// What the command line says.
-struct Options {
-    file: String,
-    stages: usize,
-    schedule: String,
-    micro_batches: usize,
-    replicas: usize,
-    steps: usize,
-    batch: usize, // of all replicas
-    blocks: usize,
-    width: usize,
-    context: usize,
-    output: String,
+/// Falls to 0, after a warm-up.
+fn learning_rate(step: usize, steps: usize) -> f64 {
+    let warm = ((step + 1) as f64 / (WARM_UP * steps as f64).max(1.0)).min(1.0);
+    let left = 1.0 - step as f64 / steps as f64;
+    LEARNING_RATE * warm * left
 }
 
-impl Options {
-    fn read() -> std::result::Result<Self, Box<dyn Error>> {
-        let mut options = Self {
-            file: String::new(),
-            stages: 2,
-            schedule: "zb_h1".into(),
-            micro_batches: 8,
-            replicas: 1,
-            steps: 1200,
-            batch: 16,
-            blocks: 4,
-            width: 128,
-            context: 128,
-            output: "transformer".into(),
-        };
-        for argument in env::args().skip(1) {
-            let Some((name, value)) = argument.split_once('=') else {
-                options.file = argument;
-                continue;
-            };
-            let number = match name {
-                "--schedule" => {
-                    options.schedule = value.into();
-                    continue;
-                }
-                "--output" => {
-                    options.output = value.into();
-                    continue;
-                }
-                "--stages" => &mut options.stages,
-                "--micro-batches" => &mut options.micro_batches,
-                "--replicas" => &mut options.replicas,
-                "--steps" => &mut options.steps,
-                "--batch" => &mut options.batch,
-                "--blocks" => &mut options.blocks,
-                "--width" => &mut options.width,
-                "--context" => &mut options.context,
-                _ => return Err(format!("what is {name}?").into()),
-            };
-            *number = value.parse().ok().filter(|n| *n > 0).ok_or(format!("{argument}?"))?;
-        }
-        let fits = !options.file.is_empty()
-            && options.batch.is_multiple_of(options.replicas)
-            && options.batch / options.replicas >= options.micro_batches
-            && options.width.is_multiple_of(4);
-        if !fits {
-            const USAGE: &str =
-                "transformer FILE [--OPTION=VALUE...]: --width is a multiple of 4, \
-                --batch one of --replicas, and each replica has --micro-batches rows or more";
-            return Err(USAGE.into());
-        }
-        let stages = options.schedule()?.data()?.rank_of_stage.len();
-        if stages > options.blocks {
-            return Err(format!("{} blocks cannot be {stages} stages", options.blocks).into());
-        }
-        Ok(options)
+/// Of a replica's worker.
+fn name(replica: usize, rank: usize) -> String {
+    format!("replica{replica}.{rank}")
+}
+
+/// What a worker has of the model, with its optimizer, which steps in the schedule.
+struct Part {
+    stages: Vec<(u64, Stage)>,
+    optimizer: Optimizer<'static>,
+    taken: AtomicUsize, // so many steps
+}
+
+impl Part {
+    fn new(options: &Options, shape: Shape, ranks: &[u32], rank: usize) -> Result<Self> {
+        let numbers = (0..ranks.len()).filter(|stage| ranks[*stage] as usize == rank);
+        let stages = numbers
+            .map(|s| Ok((s as u64, Stage::new(shape, s as i64, ranks.len() as i64)?)))
+            .collect::<Result<Vec<_>>>()?;
+        let parameters = stages.iter().flat_map(|(_, stage)| stage.parameters());
+        let optimizer = Adam::adamw(learning_rate(0, options.steps))
+            .betas(0.9, 0.95)
+            .weight_decay(0.1)
+            .create_local(parameters.map(|(_, parameter)| parameter))?;
+        Ok(Self { stages, optimizer, taken: AtomicUsize::new(0) })
     }
 
-    fn schedule(&self) -> std::result::Result<Schedule, Box<dyn Error>> {
-        let (stages, micro_batches) = (self.stages as u64, self.micro_batches as u64);
-        Ok(match self.schedule.as_str() {
-            "gpipe" => Schedule::gpipe(stages, micro_batches),
-            "1f1b" => Schedule::one_forward_one_backward(stages, micro_batches),
-            "zb_h1" => Schedule::zero_bubble_h1(stages, micro_batches),
-            "zb_h2" => Schedule::zero_bubble_h2(stages, micro_batches),
-            "interleaved" => {
-                Schedule::interleaved_one_forward_one_backward(stages, 2, micro_batches)
-            }
-            other => return Err(format!("there is no schedule {other}").into()),
-        }?)
+    fn parameters(&self) -> impl Iterator<Item = (String, &Tensor)> {
+        self.stages.iter().flat_map(|(_, stage)| stage.parameters())
     }
 
-    /// Of the worker of rank `of_rank` of a replica.
-    fn name(replica: usize, of_rank: usize) -> String {
-        format!("replica{replica}.{of_rank}")
+    /// Lets the pipelines use the stages; with replicas, their gradients are averaged.
+    fn add_stages<'w>(
+        self: &Arc<Self>,
+        worker: &'w Worker,
+        options: &Options,
+        averager: Option<&GradientAverager>,
+    ) -> std::result::Result<PipelineStages<'w>, Box<dyn Error>> {
+        let steps = options.steps;
+        let mut stages: Vec<PipelineStage> = Vec::new();
+        for (number, stage) in &self.stages {
+            let stage = stage.clone();
+            let made =
+                PipelineStage::new(*number, move |batch| Ok([stage.forward(batch.input(0)?)?]))
+                    .loss(|batch| Ok(loss(batch.output(0)?, batch.target(0)?)?));
+            // One optimizer has the parameters of all stages here.
+            let (part, is_first) = (Arc::clone(self), stages.is_empty());
+            stages.push(made.step(move |context| match is_first {
+                true => Ok(part.step(context, steps)?),
+                false => Ok(()),
+            }));
+        }
+        let processors = thread::available_parallelism()?.get();
+        let threads = (processors / (options.replicas * options.stages)).max(1);
+        let mut settings = PipelineStagesOptions::new().num_threads(threads as u64);
+        if let Some(averager) = averager {
+            settings = settings.averager(averager);
+        }
+        Ok(settings.create(worker, "transformer", stages)?)
     }
+
+    fn step(&self, context: &Context<'_>, steps: usize) -> Result<()> {
+        let step = self.taken.fetch_add(1, Ordering::Relaxed);
+        self.optimizer.set_learning_rate(learning_rate(step, steps))?;
+        self.optimizer.step(context)
+    }
+
+    /// Lets the first worker save what is here, and load it.
+    fn add_to_checkpoints<'w>(
+        self: &Arc<Self>,
+        worker: &'w Worker,
+        options: &Options,
+    ) -> Result<CheckpointPart<'w>> {
+        let (saved, wanted, part) = (options.values(), options.values(), Arc::clone(self));
+        CheckpointContents::new()
+            .tensors(self.parameters())
+            .optimizer("adamw", &self.optimizer)
+            .save_values(move || Ok(saved.clone()))
+            .load_values(move |loaded| {
+                part.taken.store(loaded.step as usize, Ordering::Relaxed);
+                let mut all = loaded.workers.values().flatten();
+                match all.find(|(name, value)| wanted.get(*name) != Some(*value)) {
+                    None => Ok(()),
+                    Some((name, value)) => {
+                        let value = String::from_utf8_lossy(value);
+                        Err(format!("the checkpoint is of a run with --{name}={value}").into())
+                    }
+                }
+            })
+            .create(worker, "")
+    }
+}
+
+/// A step that was started, with its context, which outlives it.
+struct InFlight<'w> {
+    step: PipelineStep<'w>,
+    _context: Context<'w>,
 }
 
 /// Leads one replica, on the worker of its first stage.
@@ -131,34 +163,50 @@ struct Leader<'a> {
     worker: &'a Worker,
     text: &'a Text,
     pipeline: Pipeline<'a>,
-    optimizer: &'a Optimizer<'a>,
-    leaders: Option<&'a ProcessGroup>, // of all replicas
+    leaders: Option<ProcessGroup>, // of all replicas
     replica: usize,
+    checkpoints: Option<CheckpointManager<'a>>, // of the first replica
 }
 
-impl Leader<'_> {
-    /// Takes a step with this replica's part of the batch; returns the loss of all of it.
-    fn step(&self, step: usize) -> Result<f32> {
+impl<'a> Leader<'a> {
+    /// Starts a step with this replica's part of the batch.
+    fn start(&self, step: usize) -> Result<InFlight<'a>> {
         let options = self.options;
         let (inputs, targets) = self.text.pieces(step, options.batch, options.context)?;
         let rows = (options.batch / options.replicas) as i64;
         let own = |all: &Tensor| all.narrow(0, self.replica as i64 * rows, rows);
-        let warm = ((step + 1) as f64 / (WARM_UP * options.steps as f64).max(1.0)).min(1.0);
-        let left = 1.0 - step as f64 / options.steps as f64;
-        // All replicas set the same, and none before all have taken the step before.
-        self.optimizer.set_learning_rate(LEARNING_RATE * warm * left)?;
         let context = self.worker.context()?;
-        let result = self.pipeline.train(&context, &[&own(&inputs)?], &[&own(&targets)?])?;
-        self.optimizer.step(&context)?;
-        let loss = result.loss.expect("a loss");
-        if let Some(leaders) = self.leaders {
-            leaders.average([&loss])?;
-        }
-        loss.item()
+        let step = self.pipeline.start(&context, &[&own(&inputs)?], &[&own(&targets)?])?;
+        Ok(InFlight { step, _context: context })
     }
 
-    /// Trains, and returns the loss of each step.
-    fn train(&self) -> std::result::Result<Vec<f32>, Box<dyn Error>> {
+    /// Waits for a step. Returns the loss of the whole batch, and whether Ctrl-C has come.
+    fn finish(&self, started: InFlight<'_>) -> Result<(f32, bool)> {
+        let loss = started.step.wait()?.loss.expect("a loss").item()?;
+        let Some(leaders) = &self.leaders else { return Ok((loss, interrupt::has_come())) };
+        // Each replica waits here until all have taken the step: so a checkpoint may be saved now,
+        // and all end after the same step.
+        let interrupted = if interrupt::has_come() { 1.0 } else { 0.0 };
+        let said = Tensor::from_slice(&[loss, interrupted], &[2])?;
+        leaders.average([&said])?;
+        let said = said.to_vec::<f32>()?;
+        Ok((said[0], said[1] > 0.0))
+    }
+
+    /// After how many steps the parameters are tested or saved, which no step may change meanwhile.
+    fn next_pause(&self, taken: usize) -> usize {
+        let options = self.options;
+        let after = |every: usize| (taken / every + 1) * every;
+        let test = after(options.steps.div_ceil(ROUNDS)).min(options.steps);
+        match options.checkpoint {
+            Some(_) => test.min(after(options.every)),
+            None => test,
+        }
+    }
+
+    /// Takes the steps from `first` on, and returns the loss of each. Ends early, when what was
+    /// started is over, on Ctrl-C.
+    fn train(&self, first: usize) -> std::result::Result<Vec<f32>, Box<dyn Error>> {
         let options = self.options;
         let style = ProgressStyle::with_template("{bar:40} {pos}/{len} steps, {eta} left, {msg}")?;
         let bar = if self.replica == 0 {
@@ -166,23 +214,49 @@ impl Leader<'_> {
         } else {
             ProgressBar::hidden()
         };
-        let bar = bar.with_style(style);
+        let bar = bar.with_style(style).with_position(first as u64);
         let begin = Instant::now();
-        let round = options.steps.div_ceil(ROUNDS);
-        let mut losses = Vec::new();
-        for step in 0..options.steps {
-            losses.push(self.step(step)?);
-            let tokens = ((step + 1) * options.batch * options.context) as f64;
+        let (mut losses, mut in_flight) = (Vec::new(), VecDeque::new());
+        let (mut started, mut interrupted) = (first, false);
+        for taken in first + 1..=options.steps {
+            let pause = self.next_pause(taken - 1);
+            while started < pause && in_flight.len() < options.in_flight && !interrupted {
+                match self.start(started) {
+                    Ok(step) => in_flight.push_back(step),
+                    Err(error) => {
+                        // Where one that runs has failed that says why.
+                        for InFlight { step, _context } in in_flight {
+                            step.wait()?;
+                        }
+                        return Err(error.into());
+                    }
+                }
+                started += 1;
+            }
+            let Some(step) = in_flight.pop_front() else { break };
+            let loss;
+            (loss, interrupted) = self.finish(step)?;
+            losses.push(loss);
+            let tokens = (losses.len() * options.batch * options.context) as f64;
             let rate = tokens / begin.elapsed().as_secs_f64();
-            bar.set_message(format!("loss {:.3}, {rate:.0} tokens/s", losses[step]));
+            bar.set_message(format!("loss {loss:.3}, {rate:.0} tokens/s"));
             bar.inc(1);
-            if self.replica == 0 && ((step + 1) % round == 0 || step + 1 == options.steps) {
+            if started > taken || self.replica > 0 {
+                continue;
+            }
+            let is_last = interrupted || taken == options.steps;
+            if let Some(checkpoints) = &self.checkpoints {
+                if is_last || taken % options.every == 0 {
+                    checkpoints.save(taken as i64, None)?;
+                    bar.suspend(|| println!("saved the checkpoint of step {taken}"));
+                }
+            }
+            let round = options.steps.div_ceil(ROUNDS);
+            if !interrupted && (taken % round == 0 || is_last) {
                 let test = self.test()?;
                 bar.suspend(|| {
                     println!(
-                        "step {}: loss {:.3}, test loss {test:.3}, {rate:.0} tokens/s",
-                        step + 1,
-                        losses[step]
+                        "step {taken}: loss {loss:.3}, test loss {test:.3}, {rate:.0} tokens/s"
                     );
                 });
             }
@@ -217,6 +291,28 @@ impl Leader<'_> {
     }
 }
 
+/// Writes the losses of the steps from `first` on, as a table and as a picture, and what the model
+/// writes.
+fn report(
+    leader: &Leader<'_>,
+    first: usize,
+    losses: &[f32],
+) -> std::result::Result<(), Box<dyn Error>> {
+    let (output, test, sample) = (&leader.options.output, leader.test()?, leader.write()?);
+    println!("{sample}");
+    fs::create_dir_all(output)?;
+    let rows = losses.iter().zip(first + 1..).map(|(loss, step)| format!("{step},{loss}\n"));
+    let table: String = rows.collect();
+    fs::write(format!("{output}/training.csv"), format!("step,loss\n{table}"))?;
+    fs::write(format!("{output}/training.svg"), picture(losses))?;
+    fs::write(format!("{output}/sample.txt"), sample)?;
+    println!("test loss {test:.3}; {output}/ has the table, the picture and the sample");
+    if first == 0 {
+        assert!(test < 0.8 * losses[0], "it has learnt nothing");
+    }
+    Ok(())
+}
+
 /// A line of the losses.
 fn picture(losses: &[f32]) -> String {
     const SIZE: [f32; 2] = [640.0, 360.0];
@@ -232,32 +328,15 @@ fn picture(losses: &[f32]) -> String {
          <polyline points=\"{points}\" fill=\"none\" stroke=\"#3572b0\"/></svg>\n",
         SIZE[0],
         SIZE[1],
-        losses[0],
-        losses[losses.len() - 1],
+        losses.first().unwrap_or(&most),
+        losses.last().unwrap_or(&most),
     )
-}
-
-/// Lets the pipelines use this worker's stages; with replicas, their gradients are averaged.
-fn add_stages<'w>(
-    worker: &'w Worker,
-    own: &[(u64, Stage)],
-    averager: Option<&GradientAverager>,
-    threads: usize,
-) -> Result<PipelineStages<'w>> {
-    let stages = own.iter().map(|(number, stage)| {
-        let stage = stage.clone();
-        PipelineStage::new(*number, move |batch| Ok([stage.forward(batch.input(0)?)?]))
-            .loss(|batch| Ok(loss(batch.output(0)?, batch.target(0)?)?))
-    });
-    let mut options = PipelineStagesOptions::new().num_threads(threads as u64);
-    if let Some(averager) = averager {
-        options = options.averager(averager);
-    }
-    options.create(worker, "transformer", stages)
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let options = Options::read()?;
+    // It comes to all processes, which are needed until the steps in flight are over, and saved.
+    interrupt::catch();
     let text = Text::load(&options.file, options.context)?;
     let shape = Shape {
         tokens: text.alphabet(),
@@ -266,42 +345,46 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         blocks: options.blocks as i64,
     };
     let schedule = options.schedule()?;
-    let rank_of_stage = schedule.data()?.rank_of_stage;
     let processes = options.replicas * options.stages;
     let names: Vec<String> =
-        (0..processes).map(|i| Options::name(i / options.stages, i % options.stages)).collect();
+        (0..processes).map(|i| name(i / options.stages, i % options.stages)).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
 
     let job = Job::start(&names)?;
     let worker = &job.worker;
     let place = worker.rank() as usize;
     let (replica, rank) = (place / options.stages, place % options.stages);
-    let numbers = (0..rank_of_stage.len()).filter(|s| rank_of_stage[*s] as usize == rank);
-    let count = rank_of_stage.len() as i64;
-    let own = numbers
-        .map(|s| Ok((s as u64, Stage::new(shape, s as i64, count)?)))
-        .collect::<Result<Vec<_>>>()?;
-    let parameters: Vec<&Tensor> = own.iter().flat_map(|(_, stage)| stage.parameters()).collect();
-    let optimizer = Adam::adamw(LEARNING_RATE).betas(0.9, 0.95).weight_decay(0.1).create(
-        worker,
-        "",
-        parameters.iter().copied(),
-    )?;
-    let (group, averager) = if options.replicas > 1 {
-        let group = ProcessGroupOptions::new()
-            .name(format!("rank {rank}"))
-            .rank(replica as u32, options.replicas as u32)
-            .create(worker)?;
-        let averager = GradientAveragerOptions::new().create(&group, parameters.iter().copied())?;
-        (Some(group), Some(averager))
-    } else {
-        (None, None)
+    let part = Arc::new(Part::new(&options, shape, &schedule.data()?.rank_of_stage, rank)?);
+    // Those of one rank average its gradients, and those that lead what they say between steps: a
+    // step averages while the leaders are at the one before.
+    let join = |name: String| {
+        let replicas = options.replicas as u32;
+        ProcessGroupOptions::new().name(name).rank(replica as u32, replicas).create(worker)
     };
-    let processors = thread::available_parallelism()?.get();
-    let threads = (processors / processes).max(1);
-    let stages = add_stages(worker, &own, averager.as_ref(), threads)?;
+    let (mut averager, mut leaders) = (None, None);
+    if options.replicas > 1 {
+        let parameters = part.parameters().map(|(_, parameter)| parameter);
+        let group = join(format!("rank {rank}"))?;
+        averager = Some(GradientAveragerOptions::new().create(&group, parameters)?);
+        leaders = (rank == 0).then(|| join("leaders".into())).transpose()?;
+    }
+    let stages = part.add_stages(worker, &options, averager.as_ref())?;
+    if options.checkpoint.is_some() {
+        part.add_to_checkpoints(worker, &options)?;
+    }
     worker.barrier(MINUTE)?; // all have their stages
+    let checkpoints = match &options.checkpoint {
+        Some(folder) if job.is_first() => {
+            Some(CheckpointManagerOptions::new().create(worker, folder)?)
+        }
+        _ => None,
+    };
+    if let (Some(checkpoints), true) = (&checkpoints, options.resume) {
+        println!("going on from step {}", checkpoints::resume(checkpoints)?);
+    }
+    worker.barrier(MINUTE)?; // all have what was loaded
 
+    let mut interrupted = false;
     if rank == 0 {
         let workers = &names[place..place + options.stages];
         let leader = Leader {
@@ -309,29 +392,23 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             worker,
             text: &text,
             pipeline: Pipeline::new(worker, "transformer", &schedule, workers)?,
-            optimizer: &optimizer,
-            leaders: group.as_ref(),
+            leaders,
             replica,
+            checkpoints,
         };
-        let losses = leader.train()?;
-        if replica == 0 {
-            let test = leader.test()?;
-            let sample = leader.write()?;
-            println!("{sample}");
-            fs::create_dir_all(&options.output)?;
-            let rows = losses.iter().enumerate().map(|(i, loss)| format!("{},{loss}\n", i + 1));
-            let table: String = rows.collect();
-            fs::write(format!("{}/training.csv", options.output), format!("step,loss\n{table}"))?;
-            fs::write(format!("{}/training.svg", options.output), picture(&losses))?;
-            fs::write(format!("{}/sample.txt", options.output), sample)?;
-            println!(
-                "test loss {test:.3}; {}/ has the table, the picture and the sample",
-                options.output
-            );
-            assert!(test < 0.8 * losses[0], "it has learnt nothing");
+        let first = part.taken.load(Ordering::Relaxed);
+        let losses = leader.train(first)?;
+        interrupted = first + losses.len() < options.steps;
+        if replica == 0 && !interrupted {
+            report(&leader, first, &losses)?;
         }
     }
     worker.barrier(None)?; // until then the others answer
-    drop((stages, optimizer));
-    job.finish()
+    let is_first = job.is_first();
+    drop(stages);
+    job.finish()?;
+    if is_first && interrupted {
+        process::exit(130);
+    }
+    Ok(())
 }

@@ -1,6 +1,6 @@
-//! Optimizers that step on all workers at once.
+//! Optimizers that step on all workers at once, and local ones.
 use crate::{
-    ffi::{self, OptimizerHandle, Owned},
+    ffi::{self, Handle, OptimizerHandle, Owned, WorkerHandle},
     message::handles_of,
     safetensors::text_of_path,
     Context, Result, Tensor, Worker,
@@ -15,6 +15,12 @@ use std::{borrow::Borrow, fmt, marker::PhantomData, path::Path, sync::Arc};
 /// [`set_workers`](Optimizer::set_workers) says which: a step does not pass over others by itself,
 /// since a part that was forgotten would never be trained, and nobody would hear of it. The part
 /// lasts until [`remove`](Optimizer::remove), or as long as the worker, also when this is dropped.
+///
+/// A local one (`create_local` of [`Sgd`] and [`Adam`]) has no worker, and no parts elsewhere: its
+/// steps, clips and learning rates are for its own parameters, run on the thread that asks for them,
+/// and take any context of this process. So it is what the step of a pipeline's stage calls
+/// ([`PipelineStage::step`](crate::PipelineStage::step)). It lasts until this is dropped, and as long
+/// as a [`CheckpointPart`](crate::CheckpointPart) that has it.
 ///
 /// ```
 /// use distgrad::{Optimizer, Sgd, Tensor, WorkerOptions};
@@ -57,7 +63,7 @@ impl Optimizer<'_> {
     /// job, also those that join later.
     ///
     /// `Code::InvalidArgument`, and nothing is changed, if a name is there twice, or this worker's is
-    /// not.
+    /// not; `Code::FailedPrecondition` for a local optimizer.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker, weight: &distgrad::Tensor) -> distgrad::Result<()> {
@@ -268,7 +274,28 @@ impl Sgd {
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<Optimizer<'w>> {
-        Ok(Optimizer::own(self.create_handle(worker, name, parameters)?, None))
+        Ok(Optimizer::own(self.create_handle(worker.handle(), name, parameters)?, None))
+    }
+
+    /// Creates a local optimizer, which has no worker. `Code::InvalidArgument` for a parameter that
+    /// is not a leaf that requires grad.
+    ///
+    /// ```
+    /// # fn f(weight: distgrad::Tensor) -> distgrad::Result<()> {
+    /// use distgrad::{PipelineStage, Sgd};
+    /// let optimizer = Sgd::new(0.1).momentum(0.9).create_local([&weight])?;
+    /// let stage = PipelineStage::new(0, move |batch| Ok([batch.input(0)?.matmul(&weight)?]))
+    ///     .step(move |context| Ok(optimizer.step(context)?)); // where the schedule has it
+    /// # drop(stage);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias = "dg_optimizer_create_sgd")]
+    pub fn create_local(
+        &self,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Optimizer<'static>> {
+        Ok(Optimizer::own(self.create_handle(WorkerHandle::NULL, "", parameters)?, None))
     }
 
     /// The same for an optimizer that keeps the worker: see
@@ -280,19 +307,19 @@ impl Sgd {
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<Optimizer<'static>> {
-        let handle = self.create_handle(worker, name, parameters)?;
+        let handle = self.create_handle(worker.handle(), name, parameters)?;
         Ok(Optimizer::own(handle, Some(Arc::clone(worker))))
     }
 
     fn create_handle(
         &self,
-        worker: &Worker,
+        worker: WorkerHandle,
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<OptimizerHandle> {
         let (_parameters, handles) = handles_of(parameters);
         Ok(ffi::optimizer_create_sgd(
-            worker.handle(),
+            worker,
             name,
             &handles,
             [self.learning_rate, self.momentum, self.dampening, self.weight_decay],
@@ -374,7 +401,16 @@ impl Adam {
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<Optimizer<'w>> {
-        Ok(Optimizer::own(self.create_handle(worker, name, parameters)?, None))
+        Ok(Optimizer::own(self.create_handle(worker.handle(), name, parameters)?, None))
+    }
+
+    /// Creates a local optimizer: see [`Sgd::create_local`].
+    #[doc(alias = "dg_optimizer_create_adam")]
+    pub fn create_local(
+        &self,
+        parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
+    ) -> Result<Optimizer<'static>> {
+        Ok(Optimizer::own(self.create_handle(WorkerHandle::NULL, "", parameters)?, None))
     }
 
     /// The same for an optimizer that keeps the worker: see
@@ -386,20 +422,20 @@ impl Adam {
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<Optimizer<'static>> {
-        let handle = self.create_handle(worker, name, parameters)?;
+        let handle = self.create_handle(worker.handle(), name, parameters)?;
         Ok(Optimizer::own(handle, Some(Arc::clone(worker))))
     }
 
     fn create_handle(
         &self,
-        worker: &Worker,
+        worker: WorkerHandle,
         name: &str,
         parameters: impl IntoIterator<Item = impl Borrow<Tensor>>,
     ) -> Result<OptimizerHandle> {
         let (_parameters, handles) = handles_of(parameters);
         let (beta1, beta2) = self.betas;
         Ok(ffi::optimizer_create_adam(
-            worker.handle(),
+            worker,
             name,
             &handles,
             [self.learning_rate, beta1, beta2, self.epsilon, self.weight_decay],

@@ -518,8 +518,8 @@ impl PipelineStage {
         self
     }
     /// Sets what [`ActionKind::Step`] does, where a schedule has it: with the context of the step,
-    /// which has this stage's gradients. A step that writes to parameters itself needs a
-    /// [`NoGrad`](crate::NoGrad), as gradient mode is on.
+    /// which has this stage's gradients, for a [local optimizer](crate::Sgd::create_local). A step
+    /// that writes to parameters itself needs a [`NoGrad`](crate::NoGrad), as gradient mode is on.
     pub fn step<F>(mut self, step: F) -> Self
     where
         F: FnMut(&Context<'_>) -> std::result::Result<(), BoxedError> + Send + 'static,

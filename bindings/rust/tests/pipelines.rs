@@ -2,11 +2,12 @@
 mod common;
 use common::{Folder, LONG};
 use distgrad::{
-    Action, ActionKind, BackwardOptions, Code, Context, Error, MicroBatch, Optimizer, OriginKind,
-    Pipeline, PipelineOptions, PipelineRunOptions, PipelineStage, PipelineStages,
+    Action, ActionKind, Adam, BackwardOptions, Code, Context, Error, MicroBatch, Optimizer,
+    OriginKind, Pipeline, PipelineOptions, PipelineRunOptions, PipelineStage, PipelineStages,
     PipelineStagesOptions, PipelineStep, Reduction, Schedule, ScheduleData, Sgd, Tensor, Worker,
 };
 use std::{
+    collections::VecDeque,
     panic::{catch_unwind, AssertUnwindSafe},
     sync::{
         atomic::{AtomicUsize, Ordering},
@@ -493,6 +494,58 @@ fn steps_in_flight_are_those_of_train_to_the_last_bit() {
                 let [ours, theirs] = [&context, &of_train].map(|c| c.gradient(parameter).unwrap());
                 assert_eq!(bits(&ours), bits(&theirs), "step {number}");
             }
+        }
+    });
+}
+
+/// Each stage has an optimizer of its own, which steps in the schedule.
+#[test]
+fn local_optimizers_step_as_one_of_all_workers_does() {
+    let (layers, others) = (Layer::all(2), Layer::all(2));
+    let adam = Adam::adamw(0.01).weight_decay(0.1);
+    let rate = |step: u64| 0.01 / (step + 1) as f64;
+    let schedule = Schedule::zero_bubble_h2(2, 4).unwrap();
+    pair(|front, back| {
+        let stage = |number: usize| {
+            let (optimizer, mut taken) = (adam.create_local(layers[number].parameters()), 0);
+            let optimizer = optimizer.unwrap();
+            let stage = layers[number].stage(number as u64).step(move |context| {
+                optimizer.set_learning_rate(rate(taken))?;
+                taken += 1;
+                Ok(optimizer.step(context)?)
+            });
+            let worker = [front, back][number];
+            PipelineStagesOptions::new().num_threads(1).create(worker, "model", [stage]).unwrap()
+        };
+        let stages = [stage(0), stage(1)];
+        let workers = ["front", "back"];
+        let pipeline = Pipeline::new(front, "model", &with_steps(&schedule), &workers).unwrap();
+        let mut in_flight = VecDeque::new();
+        let mut ours = Vec::new();
+        for number in 0..12 {
+            in_flight.push_back(start(front, &pipeline, number).unwrap());
+            if in_flight.len() == 3 || number == 11 {
+                let wait = |(_context, step): (_, PipelineStep<'_>)| step.wait().unwrap().losses;
+                ours.extend(in_flight.drain(..).flat_map(wait));
+            }
+        }
+        drop((in_flight, pipeline, stages));
+
+        let create = |worker, layer: &Layer| adam.create(worker, "", layer.parameters()).unwrap();
+        let (optimizer, _part) = (create(front, &others[0]), create(back, &others[1]));
+        let _stages = [stages_of(front, 0, &others), stages_of(back, 1, &others)];
+        let pipeline = Pipeline::new(front, "model", &schedule, &workers).unwrap();
+        let mut theirs = Vec::new();
+        for number in 0..12 {
+            let ((x, y), context) = (batch(number), front.context().unwrap());
+            theirs.extend(pipeline.train(&context, &[&x], &[&y]).unwrap().losses);
+            optimizer.set_learning_rate(rate(number)).unwrap();
+            optimizer.step(&context).unwrap();
+        }
+        let of_all = |losses: &[Tensor]| losses.iter().flat_map(bits).collect::<Vec<_>>();
+        assert_eq!(of_all(&ours), of_all(&theirs));
+        for (layer, other) in layers.iter().zip(&others) {
+            assert_eq!(bits(&layer.weight), bits(&other.weight));
         }
     });
 }

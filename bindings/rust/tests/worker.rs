@@ -278,6 +278,39 @@ fn optimizers() {
 }
 
 #[test]
+fn local_optimizers() {
+    let (x, y) = (weight(&[1.0, 2.0]), weight(&[1.0, 2.0]));
+    let (worker, other) = (alone(), alone());
+    let train = |worker: &Worker, x: &Tensor, optimizer: &Optimizer<'_>| {
+        let context = worker.context().unwrap();
+        context.backward([x.square().unwrap().sum().unwrap()]).unwrap();
+        let norm = optimizer.clip_gradients(&context, 0.5).unwrap();
+        optimizer.set_learning_rate(1.0 / norm).unwrap();
+        optimizer.step(&context).unwrap();
+        x.to_vec::<f32>().unwrap()
+    };
+    let sgd = Sgd::new(0.1).momentum(0.9);
+    let (local, of_worker) = (sgd.create_local([&x]), sgd.create(&worker, "", [&y]));
+    let (local, of_worker) = (local.unwrap(), of_worker.unwrap());
+    for step in 0..4 {
+        // It takes contexts of any worker.
+        let worker_of_local = if step % 2 == 0 { &other } else { &worker };
+        assert_eq!(train(worker_of_local, &x, &local), train(&worker, &y, &of_worker));
+    }
+    assert_eq!(local.set_workers(&["alone"]).unwrap_err().code(), Code::FailedPrecondition);
+    let adamw = Adam::adamw(0.1).create_local([&x]).unwrap();
+    adamw.load_state(adamw.state().unwrap()).unwrap();
+    drop(of_worker);
+    drop(worker);
+    let before = x.to_vec::<f32>().unwrap();
+    assert!(train(&other, &x, &adamw)[0] < before[0]);
+    adamw.remove().unwrap();
+    assert_eq!(adamw.state().unwrap_err().code(), Code::NotFound);
+    let leafless = Sgd::new(0.1).create_local([&x.square().unwrap()]);
+    assert_eq!(leafless.unwrap_err().code(), Code::InvalidArgument);
+}
+
+#[test]
 fn the_state_of_an_optimizer() {
     let worker = alone();
     let train = |x: &Tensor, optimizer: &Optimizer<'_>| {

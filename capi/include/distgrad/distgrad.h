@@ -1059,7 +1059,13 @@ typedef struct dg_adam_options {
  * dg_optimizer_remove, or as long as the worker, also when its handle is destroyed.
  * DG_ALREADY_EXISTS if the worker has one of that name (the empty name counts);
  * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, and for a
- * parameter that is not a leaf that requires grad. */
+ * parameter that is not a leaf that requires grad.
+ *
+ * With NULL for `worker` it is a local optimizer, which has no part elsewhere: its steps, clips and
+ * learning rates are for its own parameters, run on the thread that asks for them, and take any
+ * context of this process. So it is what the step of a dg_pipeline_stage calls. It lasts until its
+ * handle is destroyed, and as long as the dg_checkpoint_part that has it; its name is for its
+ * errors alone. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
                                                      const dg_tensor* const* parameters,
                                                      size_t parameter_count,
@@ -1080,7 +1086,7 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str
 /* Names the workers that have parts, this one among them, for the steps, learning rates and
  * clips that are asked for by this handle, from the next one on; without it these are all
  * workers of the job, also those that join later. DG_INVALID_ARGUMENT, and nothing is changed, if
- * a name is there twice, or this worker's is not. */
+ * a name is there twice, or this worker's is not; DG_FAILED_PRECONDITION for a local optimizer. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer,
                                                       const dg_str* workers,
                                                       size_t worker_count) DG_NOEXCEPT;
@@ -1128,7 +1134,7 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_load_state(dg_optimizer* optimizer, co
  * other workers ask for: so all workers remove theirs. Idempotent; the handle is still to be
  * destroyed. Waits for a step that runs. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_remove(dg_optimizer* optimizer) DG_NOEXCEPT;
-/* Destroys the handle alone: the part goes on. */
+/* Destroys the handle alone: the part goes on, unless it is a local optimizer. */
 DG_API void dg_optimizer_destroy(dg_optimizer* optimizer) DG_NOEXCEPT;
 
 /* --------------------------------------------------------------------------- Files of tensors */
@@ -1574,7 +1580,8 @@ typedef struct dg_pipeline_stage {
    * takes, also with an error. NULL: none. */
   dg_error* (*loss)(void* user_data, const dg_micro_batch* micro_batch, dg_tensor** loss);
   /* What DG_ACTION_STEP does, where a schedule has it: with the context of the step, borrowed for
-   * the call, which has this stage's gradients. NULL: none. */
+   * the call, which has this stage's gradients: a dg_optimizer_step of a local optimizer, for
+   * instance. NULL: none. */
   dg_error* (*step)(void* user_data, const dg_context* context);
   void* user_data;
   void (*destroy)(void* user_data);

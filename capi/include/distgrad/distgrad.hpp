@@ -1072,20 +1072,36 @@ class Optimizer {
  public:
   Optimizer(Worker& worker, std::string_view name, const std::vector<Tensor>& parameters,
             const dg_sgd_options& options) {
-    Create(dg_optimizer_create_sgd, worker, name, parameters, options);
+    Create(dg_optimizer_create_sgd, worker.get(), name, parameters, options);
+  }
+  // Without a worker it is a local one, for the step of a pipeline's stage.
+  Optimizer(const std::vector<Tensor>& parameters, const dg_sgd_options& options) {
+    Create(dg_optimizer_create_sgd, nullptr, {}, parameters, options);
   }
   static Optimizer Adam(Worker& worker, std::string_view name,
                         const std::vector<Tensor>& parameters,
                         const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
     Optimizer optimizer;
-    optimizer.Create(dg_optimizer_create_adam, worker, name, parameters, options);
+    optimizer.Create(dg_optimizer_create_adam, worker.get(), name, parameters, options);
+    return optimizer;
+  }
+  static Optimizer Adam(const std::vector<Tensor>& parameters,
+                        const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
+    Optimizer optimizer;
+    optimizer.Create(dg_optimizer_create_adam, nullptr, {}, parameters, options);
     return optimizer;
   }
   static Optimizer AdamW(Worker& worker, std::string_view name,
                          const std::vector<Tensor>& parameters,
                          const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
     Optimizer optimizer;
-    optimizer.Create(dg_optimizer_create_adamw, worker, name, parameters, options);
+    optimizer.Create(dg_optimizer_create_adamw, worker.get(), name, parameters, options);
+    return optimizer;
+  }
+  static Optimizer AdamW(const std::vector<Tensor>& parameters,
+                         const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
+    Optimizer optimizer;
+    optimizer.Create(dg_optimizer_create_adamw, nullptr, {}, parameters, options);
     return optimizer;
   }
   // Names the workers that have parts, this one among them; without it all have.
@@ -1152,11 +1168,11 @@ class Optimizer {
  private:
   Optimizer() = default;
   template <typename Function, typename Options>
-  void Create(Function create, Worker& worker, std::string_view name,
+  void Create(Function create, dg_worker* worker, std::string_view name,
               const std::vector<Tensor>& parameters, const Options& options) {
     const std::vector<const dg_tensor*> handles = internal::Handles(parameters);
     dg_optimizer* out = nullptr;
-    Check(create(worker.get(), Str(name), handles.data(), handles.size(), &options, &out));
+    Check(create(worker, Str(name), handles.data(), handles.size(), &options, &out));
     handle_ = Handle<dg_optimizer, dg_optimizer_destroy>(out);
   }
   Handle<dg_optimizer, dg_optimizer_destroy> handle_;

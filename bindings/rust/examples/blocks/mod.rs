@@ -30,6 +30,7 @@ struct Block {
 #[derive(Clone)]
 pub struct Stage {
     width: i64,
+    begin: i64, // the number of its first block
     embeddings: Option<[Tensor; 2]>,
     blocks: Vec<Block>,
     scores: Option<[Tensor; 2]>, // their norm, and the weight
@@ -49,7 +50,7 @@ impl Stage {
         let (begin, end) = (shape.blocks * index / count, shape.blocks * (index + 1) / count);
         let added = DEVIATION / (2.0 * shape.blocks as f64).sqrt();
 
-        let mut stage = Self { width, embeddings: None, blocks: Vec::new(), scores: None };
+        let mut stage = Self { width, begin, embeddings: None, blocks: Vec::new(), scores: None };
         if begin == 0 {
             seed(0)?;
             let tokens = weight(&[shape.tokens, width], DEVIATION)?;
@@ -118,23 +119,27 @@ impl Stage {
         y.add(&hidden.linear(&block.hidden_out, None)?)
     }
 
-    pub fn parameters(&self) -> Vec<&Tensor> {
-        let of_blocks = self.blocks.iter().flat_map(|block| {
-            [
-                &block.attention_norm,
-                &block.attention,
-                &block.attention_out,
-                &block.hidden_norm,
-                &block.hidden,
-                &block.hidden_out,
-            ]
-        });
-        self.embeddings
-            .iter()
-            .flatten()
-            .chain(of_blocks)
-            .chain(self.scores.iter().flatten())
-            .collect()
+    /// Each by a name of its own in the whole model.
+    pub fn parameters(&self) -> Vec<(String, &Tensor)> {
+        let mut all = Vec::new();
+        if let Some([tokens, places]) = &self.embeddings {
+            all.extend([("tokens".into(), tokens), ("places".into(), places)]);
+        }
+        for (number, block) in (self.begin..).zip(&self.blocks) {
+            let of_block = [
+                ("attention_norm", &block.attention_norm),
+                ("attention", &block.attention),
+                ("attention_out", &block.attention_out),
+                ("hidden_norm", &block.hidden_norm),
+                ("hidden", &block.hidden),
+                ("hidden_out", &block.hidden_out),
+            ];
+            all.extend(of_block.map(|(name, tensor)| (format!("block{number}.{name}"), tensor)));
+        }
+        if let Some([norm, weight]) = &self.scores {
+            all.extend([("scores_norm".into(), norm), ("scores".into(), weight)]);
+        }
+        all
     }
 }
 
