@@ -461,9 +461,9 @@ ContextRecord::Released ContextRecord::Release() {
   Released released;
   {
     absl::MutexLock lock(&mu_);
-    // First, as there may be no memory for it. The rest needs none.
-    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
+    // Before what there may be no memory for: so that whoever releases it again finds it.
     released_ = true;
+    for (const auto& [pass, run] : passes_) released.passes.push_back(run);
     std::swap(edges, edges_);
     done.swap(done_);
   }

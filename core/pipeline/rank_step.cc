@@ -330,25 +330,30 @@ bool RankStep::HasSameStagesAs(const RankStep& other) const {
 }
 
 absl::StatusOr<Future<Message>> RankStep::Start(const Request& request) {
+  Promise<Message> promise;  // there may be no memory for it
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(cancellation_->why());
   if (!Advance(Event::kStart)) return absl::FailedPreconditionError("the step runs already");
   deadline_ = request.deadline;
   modes_ = CallModes::Current();
-  return promise_.emplace().future();
+  return promise_.emplace(std::move(promise)).future();
 }
 
 void RankStep::OnStop() {
   std::optional<Promise<Message>> promise;
   DeliveredParcels delivered;  // these end outside the lock
   Context context;
+  std::shared_ptr<RankStep> follows;
   {
     absl::MutexLock lock(&mu_);
     const bool never_runs = state_ == State::kBegun;
     if (!Advance(Event::kStop)) return;
     promise.swap(promise_);
     delivered.swap(delivered_);
-    if (never_runs) context = std::move(context_);
+    if (never_runs) {
+      context = std::move(context_);
+      follows.swap(follows_);
+    }
   }
   if (promise.has_value()) promise->Set(cancellation_->why());
 }

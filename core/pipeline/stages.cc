@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <list>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -29,6 +30,10 @@
 namespace distgrad {
 namespace {
 
+// The most steps of a rank that have not ended: more than one driver has in flight
+// (kMostStepsInFlight), as those that it has given up may still have to end.
+constexpr size_t kMostStepsOfRank = 64;
+
 // The thread of one rank. Thread-safe.
 class RankThread {
  public:
@@ -44,10 +49,12 @@ class RankThread {
     thread_ = *std::move(thread);
     return absl::OkStatus();
   }
-  // `threads`: of its operators.
-  void Run(std::shared_ptr<RankStep> step, int threads) {
+  // Steps with how many threads their operators use.
+  using Steps = std::list<std::pair<std::shared_ptr<RankStep>, int>>;
+  // Needs no memory.
+  void Run(Steps steps) {
     absl::MutexLock lock(&mu_);
-    steps_.emplace_back(std::move(step), threads);
+    steps_.splice(steps_.end(), steps);
   }
   // Has it look again at what may run: some step will not be started.
   void LookAgain() { absl::MutexLock lock(&mu_); }
@@ -84,7 +91,6 @@ class RankThread {
       waiting_.WakeAll();
     }
   }
-  using Steps = std::deque<std::pair<std::shared_ptr<RankStep>, int>>;
 
   Steps::const_iterator FirstThatMayRun() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return std::find_if(steps_.begin(), steps_.end(),
@@ -146,7 +152,8 @@ class PipelineStages::Impl {
     std::vector<std::shared_ptr<RankStep>> before;  // steps of the same stages
     RankThread* thread = nullptr;
     // Some of these end here, outside the lock.
-    std::vector<std::shared_ptr<RankStep>> earlier, dropped;
+    std::vector<std::shared_ptr<RankStep>> all, earlier;
+    std::deque<std::shared_ptr<RankStep>> over;
     {
       absl::MutexLock lock(&mu_);
       if (closed_) return Closed();
@@ -158,26 +165,35 @@ class PipelineStages::Impl {
         DG_RETURN_IF_ERROR(thread->Start(rank));
         own.thread = std::move(thread);
       }
-      earlier = own.AllSteps();
-      own.earlier.clear();
-      for (const std::shared_ptr<RankStep>& each : earlier) {
+      all = own.AllSteps();
+      over = own.over;
+      for (const std::shared_ptr<RankStep>& each : all) {
         // One that this one follows may be started yet.
-        if (each->busy() || (step->plan().follows != 0 && each->HoldsStages())) {
-          own.earlier.push_back(each);
-          continue;
+        const bool is_over = !each->busy() && (step->plan().follows == 0 || !each->HoldsStages());
+        if (is_over) {
+          over.push_back(each);
+        } else {
+          earlier.push_back(each);
         }
-        own.over.push_back(each);
-        if (own.over.size() <= kMostStepsInFlight) continue;
-        dropped.push_back(std::move(own.over.front()));
-        own.over.pop_front();
       }
+      if (earlier.size() >= kMostStepsOfRank) {
+        return absl::ResourceExhaustedError(absl::StrCat(
+            earlier.size(), " steps of pipeline '", name_, "' that were begun on worker '",
+            worker_->name(), "' have not ended, and there can be no more"));
+      }
+      // From here on nothing needs memory.
+      own.earlier.swap(earlier);
+      own.over.swap(over);
+      while (own.over.size() > kMostStepsInFlight) own.over.pop_front();
       own.step = step;
       thread = own.thread.get();
     }
     // One of the same Pipeline ends here, unless this one comes behind it; all others have ended,
-    // or will not be started.
+    // or will not be started, and what comes behind one of those waits for its end.
     for (const std::shared_ptr<RankStep>& each : before) {
-      if (step->plan().follows == 0 || IsOther(*step, *each)) each->Stop(Replaced(*step));
+      const bool goes_on = each->busy() || each->HoldsStages();
+      if (step->plan().follows != 0 && !IsOther(*step, *each) && goes_on) continue;
+      each->Stop(Replaced(*step));
     }
     thread->LookAgain();
     return Message{EncodeBegun({.names = step->tie_names(),
@@ -206,10 +222,14 @@ class PipelineStages::Impl {
       const absl::StatusOr<std::shared_ptr<RankStep>> found = Find(*ref);
       if (!found.ok()) return Future<Message>::Of(found.status());
       step = *found;
+      RankThread& thread = *ranks_[ref->first_stage].thread;
+      // One that has started and has no thread would never end, nor would those behind it.
+      RankThread::Steps steps;
+      steps.emplace_back(step, ThreadsOf(step->plan()));
       const absl::StatusOr<Future<Message>> started = step->Start(request);
       if (!started.ok()) return Future<Message>::Of(started.status());
+      thread.Run(std::move(steps));
       future = *started;
-      ranks_[ref->first_stage].thread->Run(step, ThreadsOf(step->plan()));
     }
     request.cancellation->OnCancel(
         [weak = std::weak_ptr<RankStep>(step), cancellation = request.cancellation.get()] {

@@ -4,6 +4,7 @@
 #include <ATen/ops/equal.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
@@ -12,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,6 +25,7 @@
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
+#include "core/pipeline/step_plan.h"
 #include "core/pipeline/test_layers.h"
 #include "tests/testing/cluster.h"
 
@@ -449,6 +452,89 @@ TEST_P(StepsInFlightTest, ADriverThatIsLostEndsAllOfThem) {
     status = pipeline->Train(context, x, y).status();
   } while (absl::IsFailedPrecondition(status));
   EXPECT_EQ(status, absl::OkStatus());
+}
+
+// Says to a worker that has the one stage of a pipeline what a Pipeline would, call by call.
+class DriverOfOneStage {
+ public:
+  explicit DriverOfOneStage(Worker& worker) : worker_(worker) {}
+
+  absl::Status Begin(uint64_t step, uint64_t follows, const Context* context = nullptr) const {
+    const StepPlan plan{.step = step,
+                        .pipeline = 1,
+                        .follows = follows,
+                        .rank = 0,
+                        .micro_batches = 1,
+                        .backward = false,
+                        .rank_of_stage = {0},
+                        .workers = {"worker0"},
+                        .list = {{Action::Kind::kForward, 0, 0}},
+                        .weights = {1}};
+    return Call(kBeginStep, EncodePlan(plan), context).Wait().status();
+  }
+  absl::Status Run(uint64_t step) const {
+    return Call(kRunStep, EncodeStepRef({.step = step, .first_stage = 0})).Wait().status();
+  }
+  absl::Status End(uint64_t step) const {
+    return Call(kEndStep, EncodeEnd({.of = {.step = step, .first_stage = 0}})).Wait().status();
+  }
+
+ private:
+  Future<Message> Call(absl::string_view function, std::string payload,
+                       const Context* context = nullptr) const {
+    return worker_.CallAsync("worker0", absl::StrCat(function, "model"), {std::move(payload), {}},
+                             {.context = context});
+  }
+
+  Worker& worker_;
+};
+
+class OneStageTest : public testing::Test {
+ protected:
+  Cluster cluster_{{.workers = 1}};
+  std::unique_ptr<PipelineStages> stages_ = *PipelineStages::Create(
+      &cluster_[0], "model", {{0, {.forward = [](Tensors in) { return in; }}}});
+  const DriverOfOneStage driver_{cluster_[0]};
+};
+
+// Its driver may be lost before it says that the step has ended.
+TEST_F(OneStageTest, AStepThatNobodyCanStartHoldsUpNoneBehindIt) {
+  auto ends_early = std::make_optional(cluster_[0].NewContext());
+  ASSERT_EQ(driver_.Begin(1, /*follows=*/0, &*ends_early), absl::OkStatus());
+  ends_early.reset();
+  ASSERT_EQ(driver_.Begin(2, /*follows=*/1), absl::OkStatus());
+  const absl::Status status = driver_.Run(2);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("the step before this one has failed"));
+}
+
+// They do not keep each other: their end would need a stack for all of them.
+TEST_F(OneStageTest, AnyNumberOfStepsBehindEachOtherEnd) {
+  for (uint64_t step = 1; step <= 2000; ++step) {
+    ASSERT_EQ(driver_.Begin(step, /*follows=*/step - 1), absl::OkStatus());
+    ASSERT_EQ(driver_.End(step), absl::OkStatus());
+  }
+  pthread_attr_t attributes;
+  ASSERT_EQ(pthread_attr_init(&attributes), 0);
+  ASSERT_EQ(pthread_attr_setstacksize(&attributes, size_t{128} << 10), 0);
+  pthread_t thread;
+  const auto end = [](void* stages) -> void* {
+    static_cast<std::unique_ptr<PipelineStages>*>(stages)->reset();
+    return nullptr;
+  };
+  ASSERT_EQ(pthread_create(&thread, &attributes, end, &stages_), 0);
+  ASSERT_EQ(pthread_join(thread, nullptr), 0);
+  ASSERT_EQ(pthread_attr_destroy(&attributes), 0);
+}
+
+TEST_F(OneStageTest, ThereIsAnEndToTheStepsThatMayBegin) {
+  uint64_t step = 1;
+  absl::Status begun;
+  for (; begun.ok() && step < 1000; ++step) begun = driver_.Begin(step, /*follows=*/step - 1);
+  EXPECT_EQ(begun.code(), absl::StatusCode::kResourceExhausted) << begun;
+  EXPECT_EQ(step, 66u);
+  ASSERT_EQ(driver_.End(1), absl::OkStatus());
+  EXPECT_EQ(driver_.Begin(step, /*follows=*/step - 2), absl::OkStatus());
 }
 
 }  // namespace

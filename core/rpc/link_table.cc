@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
@@ -126,13 +127,17 @@ absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerRank peer) {
   if (found != by_peer_.end()) return found->second;
   if (directory_ == nullptr && !peers_->Find(peer)) return Peers::NoWorker(peer);
   auto link = Make(Link::Kind::kOpened, clock_->Now());
+  // Should there be no memory for the rest. One that others find has to be whole: or calls would
+  // wait for it until their deadlines.
+  absl::Cleanup forget = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { links_.erase(link->number()); };
   link->SetPeer(peer, /*incarnation=*/0);
-  by_peer_.emplace(peer, link);
-  calls_->Add(*link);
   // Runs on the first thread that sends; opening is the first task of the link.
   link->OpenLater([this, watch = std::weak_ptr<Link>(link), peer] {
     if (const auto link = watch.lock()) Open(link, peer);
   });
+  calls_->Add(*link);
+  by_peer_.emplace(peer, link);
+  std::move(forget).Cancel();
   return link;
 }
 

@@ -1,11 +1,13 @@
 // Prepares and sends calls, also to workers that the store has to find, and takes their answers.
 #include "core/worker/caller.h"
 
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_record.h"
@@ -126,6 +128,14 @@ Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& op
                              call.body, &call.request.packet);
   if (!edge.ok())
     return Failed(CallError(edge.status(), call.request.function, parts_.agent.Describe(to)));
+  // Where there is no memory for what follows. A backward would wait for a gradient of what nobody
+  // has sent.
+  absl::Cleanup drop = [this, &edge, context = call.context] {
+    try {
+      if (*edge != 0) parts_.engine.DropSend(*context, *edge);
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the edge is gone first
+    }
+  };
   Promise<Message> promise;
   const Future<Message> future = promise.future();
   // What needs memory comes before the call, so that none is in flight without its future.
@@ -153,6 +163,7 @@ Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& op
         if (edge != 0 && !has_left) parts_.engine.DropSend(*context, edge);
         promise.Set(OwnError(reply.status()));
       });
+  std::move(drop).Cancel();
   if (number == 0) return future;
   future.MadeBy(parts_.agent.canceller(), number, parts_.loop);
   // A cancel before that has not reached the call.

@@ -1,4 +1,6 @@
 // What a worker's user calls where an allocation of that thread fails.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -8,6 +10,7 @@
 #include <thread>
 
 #include "absl/status/status.h"
+#include "absl/synchronization/notification.h"
 #include "core/base/cancellation.h"
 #include "core/base/future.h"
 #include "core/rpc/call_metrics.h"
@@ -43,6 +46,32 @@ TEST(FailedAllocationTest, AContextEndsAllTheSame) {
   }
 }
 
+// Also where a backward of it runs, which needs memory to be told.
+TEST(FailedAllocationTest, AContextInABackwardEndsAllTheSame) {
+  for (int nth = 0, failed = true; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    absl::Notification runs, go;
+    Cluster cluster({.workers = 1});
+    auto context = std::make_optional(cluster[0].NewContext());
+    const at::Tensor leaf = at::ones({1}).requires_grad_(true);
+    const at::Tensor root = (leaf * 2).sum();
+    leaf.register_hook([&](const at::Tensor& gradient) {
+      runs.Notify();
+      go.WaitForNotification();
+      return gradient;
+    });
+    const Future<Unit> backward = context->BackwardAsync({root});
+    runs.WaitForNotification();
+    FailAllocation(nth);
+    context.reset();
+    failed = FailAllocation(-1);
+    cluster[0].NewContext();  // whose release does the rest
+    EXPECT_EQ(cluster[0].context_count(), 0u);
+    go.Notify();
+    EXPECT_FALSE(backward.Wait().ok());
+  }
+}
+
 // An error is one of a call that was never made: nobody would wait for it.
 TEST(FailedAllocationTest, ACallThatThrowsIsNotMade) {
   Cluster cluster({.workers = 1});
@@ -73,6 +102,34 @@ TEST(FailedAllocationTest, ACallThatThrowsIsNotMade) {
   }
   for (const CallStats& calls : cluster[0].Metrics().calls) {
     EXPECT_TRUE(calls.served || calls.in_flight == 0);
+  }
+}
+
+// Nor does a backward wait for a gradient of what it would have sent.
+TEST(FailedAllocationTest, ACallThatThrowsHasNoPartInABackward) {
+  for (int nth = 0, failed = true; failed && !testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    // A connection on which an allocation fails ends, and the context with it.
+    Cluster cluster({.workers = 2});
+    ASSERT_EQ(cluster[1].Register("echo", [](Request& r) { return r.message; }), absl::OkStatus());
+    const Context context = cluster[0].NewContext();
+    const at::Tensor leaf = at::ones({1}).requires_grad_(true);
+    const auto call = [&] {
+      return cluster[0].CallAsync(1, "echo", {"", {leaf}}, {.context = &context});
+    };
+    std::optional<Future<Message>> made;
+    FailAllocation(nth);
+    try {
+      made = call();
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): there is no call then
+    }
+    failed = FailAllocation(-1);
+    if (made.has_value()) made->Wait().status().IgnoreError();
+    const Future<Message> next = call();
+    EXPECT_NE(next.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+    if (!next.Wait().ok()) continue;
+    const absl::Status status = context.Backward({next.Wait()->tensors[0].sum()});
+    EXPECT_NE(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
   }
 }
 

@@ -925,11 +925,12 @@ impl<'w> Pipeline<'w> {
     /// ([`Worker::sum_gradients`](crate::Worker::sum_gradients)).
     ///
     /// If a step fails, those that were started behind it fail, too, with `Code::FailedPrecondition`
-    /// or its error; what any of them has done by then its own error says. Keep the context until
-    /// [`wait`](PipelineStep::wait) has returned: when it is [released](Context::release), or
-    /// dropped, the gradients are gone, and an optimizer's step that wants them fails.
-    /// `Code::FailedPrecondition` if one that runs has failed already, for a ninth step that nobody
-    /// has waited for, and while another thread is in this function.
+    /// or its error; what any of them has done by then its own error says. Nobody may write to the
+    /// tensors, as an operator in place does, before the step has ended: they are not copied. Keep
+    /// the context until [`wait`](PipelineStep::wait) has returned: when it is
+    /// [released](Context::release), or dropped, the gradients are gone, and an optimizer's step
+    /// that wants them fails. `Code::FailedPrecondition` if one that runs has failed already, for a
+    /// ninth step that nobody has waited for, and while another thread is in this function.
     ///
     /// ```
     /// # use distgrad::{Context, Pipeline, PipelineStep, Tensor, Worker};

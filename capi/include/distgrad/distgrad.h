@@ -1752,11 +1752,12 @@ typedef struct dg_pipeline_step dg_pipeline_step;
  * that are to be added up (dg_worker_sum_gradients).
  *
  * If a step fails, those that were started behind it fail, too, with DG_FAILED_PRECONDITION or its
- * error; what any of them has done by then its own error says. Keep the context until somebody has
- * waited for the step: with one that is released, as dg_context_destroy does, the gradients are
- * gone, and an optimizer's step that wants them fails. DG_FAILED_PRECONDITION if one that runs has
- * failed already, for a ninth step that nobody has waited for, and while another thread is in this
- * function. */
+ * error; what any of them has done by then its own error says. Nobody may write to the tensors, nor
+ * to memory that they were made over, before the step has ended: they are not copied. Keep the
+ * context until somebody has waited for the step: with one that is released, as dg_context_destroy
+ * does, the gradients are gone, and an optimizer's step that wants them fails.
+ * DG_FAILED_PRECONDITION if one that runs has failed already, for a ninth step that nobody has
+ * waited for, and while another thread is in this function. */
 DG_API DG_MUST_USE dg_error* dg_pipeline_start(const dg_pipeline* pipeline,
                                                const dg_context* context,
                                                const dg_tensor* const* inputs, size_t input_count,

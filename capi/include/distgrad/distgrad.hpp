@@ -1609,7 +1609,8 @@ class Pipeline {
                             wanted.size(), &options, &out));
     return internal::TakeResult(out);
   }
-  // Starts a step behind those that run, and does not wait for its end.
+  // Starts a step behind those that run, and does not wait for its end. The tensors are not copied,
+  // and must not be written to before that.
   PipelineStep Start(const Context& context, const std::vector<Tensor>& inputs,
                      const std::vector<Tensor>& targets,
                      const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
