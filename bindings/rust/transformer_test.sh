@@ -14,87 +14,75 @@ fail() { echo "FAILED: $*" >&2; exit 1; }
 for ((i = 0; i < 2000; ++i)); do echo "line $i says $((i * 7919 % 1000))"; done >text.txt
 # As many processes in all runs that are compared: so each has as many threads, on which the last bits
 # of a product of matrices depend.
-train() { "$program" text.txt --batch=8 --micro-batches=4 --width=32 --context=16 --steps=60 "$@"; }
+run=(text.txt --batch=8 --micro-batches=4 --width=32 --context=16 --steps=60 --sample=20 --every=10)
+train() { "$program" "${run[@]}" "$@" >said 2>&1; }
+refuse() {
+  if train "${@:2}"; then fail "it takes ${*:2}"; fi
+  grep -q -- "$1" said || fail "said $(cat said)"
+}
 
 echo "== errors"
-for wrong in --resume --in-flight=0 --width=33; do
-  if train "$wrong" >said 2>&1; then fail "$wrong is taken"; fi
-done
+refuse --checkpoint --resume
+refuse --in-flight --in-flight=0
+refuse --width --width=33
 
 echo "== steps in flight are those of one at a time"
-for schedule in interleaved zb_h2; do
-  train --schedule=$schedule --in-flight=1 --output=one >said
-  train --schedule=$schedule --in-flight=3 --output=several >said
+compare_in_flight() {
+  train --in-flight=1 --output=one "$@" || fail "$(cat said)"
+  train --in-flight=3 --output=several "$@" || fail "$(cat said)"
   [[ $(wc -l <several/training.csv) == 61 ]] || fail "the table: $(cat several/training.csv)"
-  cmp one/training.csv several/training.csv || fail "$schedule learns something else"
-  cmp one/sample.txt several/sample.txt || fail "$schedule writes something else"
-done
-train --replicas=2 --micro-batches=2 --in-flight=1 --output=one >said
-train --replicas=2 --micro-batches=2 --output=several >said
-cmp one/training.csv several/training.csv || fail "replicas learn something else"
+  cmp one/training.csv several/training.csv || fail "it learns something else: $*"
+  cmp one/sample.txt several/sample.txt || fail "it writes something else: $*"
+}
+compare_in_flight --schedule=zb_h2
+compare_in_flight --schedule=interleaved --replicas=2
 
 echo "== checkpoints"
-long=(--steps=120 --every=20)
-train "${long[@]}" --output=whole --checkpoint=whole.saved >said
+train --output=whole --checkpoint=whole.saved || fail "$(cat said)"
 "$tool" show whole.saved >said
-grep -q "step 120, " said && grep -q "all checksums are right" said || fail "show: $(cat said)"
-losses_from() { tail -n +$(($2 + 1)) "$1/training.csv"; }
-# Begins a run, which "$1" ends when it has saved the checkpoint of step 40; once more where it was
+grep -q "step 60, " said && grep -q "all checksums are right" said || fail "show: $(cat said)"
+# Begins a run, which "$1" ends when it has saved the checkpoint of step 20; once more where it was
 # over before that.
 stop() {
-  local line=
+  local line
   status=0
   while ((status == 0)); do
     rm -rf stopped.saved
-    coproc { exec "$program" text.txt --batch=8 --micro-batches=4 --width=32 --context=16 \
-      "${long[@]}" --checkpoint=stopped.saved --output=stopped "${@:2}" 2>&1; }
-    pid=$COPROC_PID
-    until [[ $line == "saved the checkpoint of step 40" ]]; do
+    coproc { exec "$program" "${run[@]}" --output=stopped --checkpoint=stopped.saved "${@:2}" 2>&1; }
+    pid=$COPROC_PID line=
+    until [[ $line == "saved the checkpoint of step 20" ]]; do
       read -r line <&"${COPROC[0]}" || fail "it ended"
     done
     "$1"
     rest=$(cat <&"${COPROC[0]}")
     wait "$pid" || status=$?
-    line=
   done
 }
-kill_all() { kill -KILL "$pid" $(cat "/proc/$pid/task/$pid/children") || true; }
+resume() {
+  train --output=stopped --checkpoint=stopped.saved --resume "$@" || fail "$(cat said)"
+  first=$(sed -n 's/^going on from step //p' said)
+  ((first >= 20)) || fail "it went on from step $first: $(cat said)"
+}
+
+echo "== a stage's worker is killed: the job ends with its name, and another one goes on"
 kill_second() {
   for child in $(cat "/proc/$pid/task/$pid/children"); do
     if grep -qz "^DISTGRAD_EXAMPLE_MEMBER=1:" "/proc/$child/environ"; then kill -KILL "$child" || true; fi
   done
 }
-interrupt() { kill -INT "$pid"; }
-resume() {
-  train "${long[@]}" --output=stopped --checkpoint=stopped.saved --resume "$@" >said
-  first=$(sed -n 's/^going on from step //p' said)
-  ((first >= 40 && first <= 120)) || fail "it went on from step $first: $(cat said)"
-}
-compare() {
-  "$tool" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"
-  cmp <(losses_from whole $((first + 1))) <(losses_from stopped 1) || fail "the losses differ"
-}
-
-echo "== all is killed"
-stop kill_all
-if train "${long[@]}" --checkpoint=stopped.saved >said 2>&1; then fail "it removes the checkpoints"; fi
-grep -q -- "--resume" said || fail "said $(cat said)"
-if train "${long[@]}" --batch=16 --checkpoint=stopped.saved --resume >said 2>&1; then
-  fail "it goes on with another batch"
-fi
-grep -q -- "--batch=8" said || fail "said $(cat said)"
-resume --schedule=gpipe
-compare
-
-echo "== a stage's worker is killed"
 stop kill_second
 ((status == 1)) || fail "status $status: $rest"
 grep -q "replica0\.1" <<<"$rest" || fail "the lost worker is not named: $rest"
-resume
-compare
+refuse --resume --checkpoint=stopped.saved
+refuse --batch=8 --batch=16 --checkpoint=stopped.saved --resume
+resume --schedule=gpipe
+"$tool" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"
+losses_from() { tail -n +$(($2 + 1)) "$1/training.csv"; }
+cmp <(losses_from whole $((first + 1))) <(losses_from stopped 1) || fail "the losses differ"
 
 echo "== Ctrl-C ends replicas after the same step, and saves; and other stages go on from there"
-stop interrupt --replicas=2 --micro-batches=2
+interrupt() { kill -INT "$pid"; }
+stop interrupt --replicas=2
 ((status == 130)) || fail "status $status: $rest"
 resume --stages=3
 grep -q "^test loss" said || fail "said $(cat said)"

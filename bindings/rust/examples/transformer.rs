@@ -3,7 +3,7 @@
 //!
 //! `transformer FILE [--stages=N] [--schedule=gpipe|1f1b|interleaved|zb_h1|zb_h2] [--micro-batches=N]
 //! [--replicas=N] [--in-flight=N] [--steps=N] [--batch=N] [--blocks=N] [--width=N] [--context=N]
-//! [--output=FOLDER] [--checkpoint=FOLDER [--every=N] [--resume]]`
+//! [--sample=N] [--output=FOLDER] [--checkpoint=FOLDER [--every=N] [--resume]]`
 //!
 //! FILE is the text; `//examples:transformer`, which does the same in C++, takes the King James
 //! Version of the Bible. Each replica is as many processes as there are `--stages`, and takes a part
@@ -47,8 +47,6 @@ const LEARNING_RATE: f64 = 0.003;
 /// The part of the steps in which the learning rate rises.
 const WARM_UP: f64 = 0.05;
 const ROUNDS: usize = 10;
-/// Of each text that the model writes.
-const SAMPLE: usize = 300;
 /// Below 1 what is likely gets likelier.
 const TEMPERATURE: f64 = 0.8;
 
@@ -275,7 +273,7 @@ impl<'a> Leader<'a> {
         let count = self.options.micro_batches;
         let mut random = Random::new(1);
         let mut texts = vec![vec![self.text.line_end()]; count];
-        for _ in 0..SAMPLE {
+        for _ in 0..self.options.sample {
             let seen = texts[0].len().min(self.options.context);
             let recent = texts.iter().flat_map(|text| &text[text.len() - seen..]).copied();
             let recent = Tensor::from_vec(recent.collect(), &[count as i64, seen as i64])?;

@@ -16,6 +16,7 @@ pub struct Options {
     pub blocks: usize,
     pub width: usize,
     pub context: usize,
+    pub sample: usize, // characters of each text that the model writes
     pub output: String,
     pub checkpoint: Option<String>,
     pub every: usize, // steps
@@ -36,6 +37,7 @@ impl Options {
             blocks: 4,
             width: 128,
             context: 128,
+            sample: 300,
             output: "transformer".into(),
             checkpoint: None,
             every: 100,
@@ -71,6 +73,7 @@ impl Options {
                 "--blocks" => &mut options.blocks,
                 "--width" => &mut options.width,
                 "--context" => &mut options.context,
+                "--sample" => &mut options.sample,
                 "--every" => &mut options.every,
                 _ => return Err(format!("what is {name}?").into()),
             };
