@@ -158,8 +158,8 @@ static void* pick(state* s, enum kind kind) {
   handle = pool[kind][next(s) % SLOTS];
   pthread_mutex_unlock(&pool_mutex);
   /* A guess: a bit turned over, or what may be the next handle of the slot, which a call of another
-   * thread may be about to give. */
-  if (dice == 2) {
+   * thread may be about to give. Not of a tensor, which could be another thread's own. */
+  if (dice == 2 && (s->alone || kind != TENSOR)) {
     uintptr_t guess = (uintptr_t)handle;
     if (next(s) % 2)
       guess ^= (uintptr_t)1 << next(s) % 64;
