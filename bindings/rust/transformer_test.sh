@@ -43,18 +43,21 @@ train --output=whole --checkpoint=whole.saved || fail "$(cat said)"
 grep -q "step 60, " said && grep -q "all checksums are right" said || fail "show: $(cat said)"
 # Begins a run, which "$1" ends when it has saved the checkpoint of step 20; once more where it was
 # over before that.
+mkfifo pipe
 stop() {
   local line
   status=0
   while ((status == 0)); do
     rm -rf stopped.saved
-    coproc { exec "$program" "${run[@]}" --output=stopped --checkpoint=stopped.saved "${@:2}" 2>&1; }
-    pid=$COPROC_PID line=
+    "$program" "${run[@]}" --output=stopped --checkpoint=stopped.saved "${@:2}" >pipe 2>&1 &
+    pid=$! line=
+    exec 3<pipe
     until [[ $line == "saved the checkpoint of step 20" ]]; do
-      read -r line <&"${COPROC[0]}" || fail "it ended"
+      read -r line <&3 || fail "it ended; the last line: $line"
     done
     "$1"
-    rest=$(cat <&"${COPROC[0]}")
+    rest=$(cat <&3)
+    exec 3<&-
     wait "$pid" || status=$?
   done
 }
@@ -80,10 +83,14 @@ resume --schedule=gpipe
 losses_from() { tail -n +$(($2 + 1)) "$1/training.csv"; }
 cmp <(losses_from whole $((first + 1))) <(losses_from stopped 1) || fail "the losses differ"
 
-echo "== Ctrl-C ends replicas after the same step, and saves; and other stages go on from there"
-interrupt() { kill -INT "$pid"; }
-stop interrupt --replicas=2
-((status == 130)) || fail "status $status: $rest"
+echo "== other stages go on from there"
 resume --stages=3
 grep -q "^test loss" said || fail "said $(cat said)"
+
+echo "== Ctrl-C ends replicas after the same step, and saves"
+interrupt() { kill -INT "$pid"; }
+stop interrupt --replicas=2 --steps=1000000
+((status == 130)) || fail "status $status: $rest"
+last=$(sed -nE 's/^saved the checkpoint of step //p' <<<"$rest" | tail -n 1)
+"$tool" show stopped.saved | grep "^step ${last:-20}, " || fail "saved $(ls -a stopped.saved): $rest"
 echo "all passed"
