@@ -41,21 +41,23 @@ echo "== checkpoints"
 train --output=whole --checkpoint=whole.saved || fail "$(cat said)"
 "$tool" show whole.saved >said
 grep -q "step 60, " said && grep -q "all checksums are right" said || fail "show: $(cat said)"
-# Begins a run, which "$1" ends when it has saved the checkpoint of step 20; once more where it was
-# over before that.
+# Begins a run of $1 steps, which "$2" ends when it has saved the checkpoint of step 20; once more where
+# that came after the last step.
 mkfifo pipe
 stop() {
   local line
-  status=0
-  while ((status == 0)); do
+  status=0 rest=
+  while ((status == 0)) || grep -q "saved the checkpoint of step $1$" <<<"$rest"; do
+    status=0
     rm -rf stopped.saved
-    "$program" "${run[@]}" --output=stopped --checkpoint=stopped.saved "${@:2}" >pipe 2>&1 &
+    "$program" "${run[@]}" --steps="$1" --output=stopped --checkpoint=stopped.saved "${@:3}" \
+      >pipe 2>&1 &
     pid=$! line=
     exec 3<pipe
     until [[ $line == "saved the checkpoint of step 20" ]]; do
       read -r line <&3 || fail "it ended; the last line: $line"
     done
-    "$1"
+    "$2"
     rest=$(cat <&3)
     exec 3<&-
     wait "$pid" || status=$?
@@ -73,7 +75,7 @@ kill_second() {
     if grep -qz "^DISTGRAD_EXAMPLE_MEMBER=1:" "/proc/$child/environ"; then kill -KILL "$child" || true; fi
   done
 }
-stop kill_second
+stop 60 kill_second
 ((status == 1)) || fail "status $status: $rest"
 grep -q "replica0\.1" <<<"$rest" || fail "the lost worker is not named: $rest"
 refuse --resume --checkpoint=stopped.saved
@@ -89,7 +91,7 @@ grep -q "^test loss" said || fail "said $(cat said)"
 
 echo "== Ctrl-C ends replicas after the same step, and saves"
 interrupt() { kill -INT "$pid"; }
-stop interrupt --replicas=2 --steps=1000000
+stop 1000000 interrupt --replicas=2
 ((status == 130)) || fail "status $status: $rest"
 last=$(sed -nE 's/^saved the checkpoint of step //p' <<<"$rest" | tail -n 1)
 "$tool" show stopped.saved | grep "^step ${last:-20}, " || fail "saved $(ls -a stopped.saved): $rest"

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -15,7 +16,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
@@ -87,7 +87,7 @@ class EncryptedContext final : public gloo::transport::Context,
     bool welcome = false;                       // there, as it has answered
     bool has_all = false;                       // it says that it is connected to all ranks
     absl::Status out_lost, in_lost;
-    absl::flat_hash_map<uint64_t, Slot> slots;
+    std::map<uint64_t, Slot> slots;
     size_t ready = 0;  // of all slots
 
     // While connecting.
