@@ -20,7 +20,7 @@ const MEMBER: &str = "DISTGRAD_EXAMPLE_MEMBER";
 pub struct Job {
     pub worker: Worker,
     others: RefCell<Vec<Process>>, // of the first process
-    folder: Option<PathBuf>,
+    folder: Option<Folder>,        // goes after them
 }
 
 impl Job {
@@ -33,29 +33,31 @@ impl Job {
             return Self::joined(worker, Vec::new(), None);
         }
         let member = env::var(MEMBER).ok();
-        let (rank, folder) = match member.as_ref().and_then(|member| member.split_once(':')) {
-            Some((rank, folder)) => (rank.parse()?, PathBuf::from(folder)),
-            None => (0, env::temp_dir().join(format!("distgrad-example-{}", process::id()))),
+        let (rank, path, folder) = match member.as_ref().and_then(|member| member.split_once(':')) {
+            Some((rank, path)) => (rank.parse()?, PathBuf::from(path), None),
+            None => {
+                let folder = Folder::new()?;
+                (0, folder.0.clone(), Some(folder))
+            }
         };
         let mut others = Vec::new();
-        if member.is_none() {
-            fs::create_dir(&folder)?;
+        if folder.is_some() {
             for rank in 1..names.len() {
-                others.push(Process::start(rank, &folder)?);
+                others.push(Process::start(rank, &path)?);
             }
         }
         let worker = WorkerOptions::new()
             .name(names[rank])
             .rank(rank as u32, names.len() as u32)
-            .rendezvous(format!("file://{}/workers", folder.display()))
+            .rendezvous(format!("file://{}/workers", path.display()))
             .create()?;
-        Self::joined(worker, others, member.is_none().then_some(folder))
+        Self::joined(worker, others, folder)
     }
 
     fn joined(
         worker: Worker,
         others: Vec<Process>,
-        folder: Option<PathBuf>,
+        folder: Option<Folder>,
     ) -> Result<Job, Box<dyn Error>> {
         if env::var_os("TRACE").is_some() {
             worker.start_trace(None)?;
@@ -73,7 +75,7 @@ impl Job {
         let Some(folder) = &self.folder else { return Ok(()) };
         for other in self.others.borrow_mut().iter_mut() {
             if other.child.try_wait()?.is_some_and(|status| status.code().is_none()) {
-                *other = Process::start(other.rank, folder)?;
+                *other = Process::start(other.rank, &folder.0)?;
             }
         }
         Ok(())
@@ -103,10 +105,31 @@ impl Job {
                 return Err(io::Error::other(format!("a process of the job: {status}")).into());
             }
         }
-        match self.folder {
-            Some(folder) => Ok(fs::remove_dir_all(folder)?),
-            None => Ok(()),
+        Ok(())
+    }
+}
+
+/// The rendezvous of a job, which goes with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    /// One of the same number may be there: of a process that was killed, or of another container.
+    fn new() -> io::Result<Self> {
+        let mut tries = 0;
+        loop {
+            let path = env::temp_dir().join(format!("distgrad-example-{}.{tries}", process::id()));
+            match fs::create_dir(&path) {
+                Ok(()) => return Ok(Self(path)),
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => tries += 1,
+                Err(error) => return Err(error),
+            }
         }
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
