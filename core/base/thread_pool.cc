@@ -4,7 +4,6 @@
 #include <new>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
@@ -234,11 +233,11 @@ absl::Status ThreadPool::StartOne() {
                      kMostSpareThreads, " of those"));
   }
   // Its place is made before, for one that runs has to be kept.
-  const Threads::iterator self = threads_.emplace(threads_.end());
-  absl::Cleanup take_out = [&] { threads_.erase(self); };
+  Threads starting(1);
+  const Threads::iterator self = starting.begin();
   DG_ASSIGN_OR_RETURN(*self,
                       StartThread(absl::StrCat(name_, "-", started_), [this, self] { Run(self); }));
-  std::move(take_out).Cancel();
+  threads_.splice(threads_.end(), starting);
   ++started_;
   return absl::OkStatus();
 }
