@@ -33,9 +33,8 @@ inline at::Tensor Loss(Tensors outputs, Tensors targets) {
   return at::mse_loss(outputs[0], targets[0]);
 }
 
-// EqualLayers of the same size, one for each stage. A row is 64 bytes: the last bits of a product
-// depend on how its operands are aligned, and parts of a batch are then as aligned as what was
-// sent.
+// Layers of the same size, one for each stage. A row is 64 bytes: the last bits of a product depend
+// on how its operands are aligned, and parts of a batch are then as aligned as what was sent.
 struct EqualLayers {
   explicit EqualLayers(int count) {
     for (int i = 0; i < count; ++i) {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <thread>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/cancellation.h"
@@ -72,6 +73,20 @@ TEST(FailedAllocationTest, AContextInABackwardEndsAllTheSame) {
   }
 }
 
+// Makes a call whose allocation number `nth` fails, and says whether there was one. Nullopt where
+// the call throws: then there is none.
+std::optional<Future<Message>> CallWhereOneFails(int nth, absl::FunctionRef<Future<Message>()> call,
+                                                 bool* failed) {
+  std::optional<Future<Message>> made;
+  FailAllocation(nth);
+  try {
+    made = call();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the result says so
+  }
+  *failed = FailAllocation(-1);
+  return made;
+}
+
 // An error is one of a call that was never made: nobody would wait for it.
 TEST(FailedAllocationTest, ACallThatThrowsIsNotMade) {
   Cluster cluster({.workers = 1});
@@ -87,15 +102,10 @@ TEST(FailedAllocationTest, ACallThatThrowsIsNotMade) {
     return cluster[0].CallAsync(0, "count", {"", {}}, {.cancellation = cancellation});
   };
   int expected = 0;
-  for (int nth = 0, failed = true; failed; ++nth) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
     SCOPED_TRACE(nth);
-    std::optional<Future<Message>> made;
-    FailAllocation(nth);
-    try {
-      made = call();
-    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): there is no call then
-    }
-    failed = FailAllocation(-1);
+    const std::optional<Future<Message>> made = CallWhereOneFails(nth, call, &failed);
     if (made.has_value() && made->Wait().ok()) ++expected;
     ASSERT_TRUE(call().Wait().ok());
     EXPECT_EQ(served, ++expected);
@@ -107,7 +117,8 @@ TEST(FailedAllocationTest, ACallThatThrowsIsNotMade) {
 
 // Nor does a backward wait for a gradient of what it would have sent.
 TEST(FailedAllocationTest, ACallThatThrowsHasNoPartInABackward) {
-  for (int nth = 0, failed = true; failed && !testing::Test::HasFailure(); ++nth) {
+  bool failed = true;
+  for (int nth = 0; failed && !testing::Test::HasFailure(); ++nth) {
     SCOPED_TRACE(nth);
     // A connection on which an allocation fails ends, and the context with it.
     Cluster cluster({.workers = 2});
@@ -117,13 +128,7 @@ TEST(FailedAllocationTest, ACallThatThrowsHasNoPartInABackward) {
     const auto call = [&] {
       return cluster[0].CallAsync(1, "echo", {"", {leaf}}, {.context = &context});
     };
-    std::optional<Future<Message>> made;
-    FailAllocation(nth);
-    try {
-      made = call();
-    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): there is no call then
-    }
-    failed = FailAllocation(-1);
+    const std::optional<Future<Message>> made = CallWhereOneFails(nth, call, &failed);
     if (made.has_value()) made->Wait().status().IgnoreError();
     const Future<Message> next = call();
     EXPECT_NE(next.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
