@@ -1071,38 +1071,28 @@ inline void SumGradients(Worker& worker, const std::vector<ContextRef>& contexts
 class Optimizer {
  public:
   Optimizer(Worker& worker, std::string_view name, const std::vector<Tensor>& parameters,
-            const dg_sgd_options& options) {
-    Create(dg_optimizer_create_sgd, worker.get(), name, parameters, options);
-  }
+            const dg_sgd_options& options)
+      : Optimizer(dg_optimizer_create_sgd, worker.get(), name, parameters, options) {}
   // Without a worker it is a local one, for the step of a pipeline's stage.
-  Optimizer(const std::vector<Tensor>& parameters, const dg_sgd_options& options) {
-    Create(dg_optimizer_create_sgd, nullptr, {}, parameters, options);
-  }
+  Optimizer(const std::vector<Tensor>& parameters, const dg_sgd_options& options)
+      : Optimizer(dg_optimizer_create_sgd, nullptr, {}, parameters, options) {}
   static Optimizer Adam(Worker& worker, std::string_view name,
                         const std::vector<Tensor>& parameters,
                         const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
-    Optimizer optimizer;
-    optimizer.Create(dg_optimizer_create_adam, worker.get(), name, parameters, options);
-    return optimizer;
+    return Optimizer(dg_optimizer_create_adam, worker.get(), name, parameters, options);
   }
   static Optimizer Adam(const std::vector<Tensor>& parameters,
                         const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
-    Optimizer optimizer;
-    optimizer.Create(dg_optimizer_create_adam, nullptr, {}, parameters, options);
-    return optimizer;
+    return Optimizer(dg_optimizer_create_adam, nullptr, {}, parameters, options);
   }
   static Optimizer AdamW(Worker& worker, std::string_view name,
                          const std::vector<Tensor>& parameters,
                          const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
-    Optimizer optimizer;
-    optimizer.Create(dg_optimizer_create_adamw, worker.get(), name, parameters, options);
-    return optimizer;
+    return Optimizer(dg_optimizer_create_adamw, worker.get(), name, parameters, options);
   }
   static Optimizer AdamW(const std::vector<Tensor>& parameters,
                          const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
-    Optimizer optimizer;
-    optimizer.Create(dg_optimizer_create_adamw, nullptr, {}, parameters, options);
-    return optimizer;
+    return Optimizer(dg_optimizer_create_adamw, nullptr, {}, parameters, options);
   }
   // Names the workers that have parts, this one among them; without it all have.
   void SetWorkers(const std::vector<std::string>& workers) {
@@ -1166,10 +1156,9 @@ class Optimizer {
   dg_optimizer* get() const noexcept { return handle_.get(); }
 
  private:
-  Optimizer() = default;
   template <typename Function, typename Options>
-  void Create(Function create, dg_worker* worker, std::string_view name,
-              const std::vector<Tensor>& parameters, const Options& options) {
+  Optimizer(Function create, dg_worker* worker, std::string_view name,
+            const std::vector<Tensor>& parameters, const Options& options) {
     const std::vector<const dg_tensor*> handles = internal::Handles(parameters);
     dg_optimizer* out = nullptr;
     Check(create(worker, Str(name), handles.data(), handles.size(), &options, &out));
