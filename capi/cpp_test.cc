@@ -1,4 +1,5 @@
 // The C++ wrapper, over the library as programs see it.
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -315,6 +316,35 @@ TEST(CppTest, RandomNumbersBeginAnew) {
     return x.data<float>()[0];
   };
   EXPECT_EQ(number(), number());
+}
+
+// Whether replicas are made meanwhile or not, a thread draws the numbers that follow its seed.
+TEST(CppTest, MakingReplicasLeavesRandomNumbersAlone) {
+  const auto numbers = [] {
+    dg::ManualSeed(7);
+    std::vector<float> drawn;
+    while (drawn.size() < 2000) {
+      drawn.push_back(dg::Op("aten::rand", {std::vector<int64_t>{1}}).data<float>()[0]);
+    }
+    return drawn;
+  };
+  const std::vector<float> alone = numbers();
+  const std::vector<dg_str> devices = {dg::Str("cpu"), dg::Str("cpu")};
+  dg_data_parallel_options options = DG_DATA_PARALLEL_OPTIONS_INIT;
+  options.devices = devices.data();
+  options.device_count = devices.size();
+  const dg::Tensor scale = dg::Tensor::From<float>({5}, {1});
+  std::atomic<bool> enough{false};
+  std::thread makes([&] {
+    while (!enough) {
+      const dg::DataParallel made({scale}, options,
+                                  [](const dg::Replica& replica) { return replica.inputs(); });
+    }
+  });
+  const std::vector<float> beside = numbers();
+  enough = true;
+  makes.join();
+  EXPECT_EQ(beside, alone);
 }
 
 TEST(CppTest, ModesAndThreads) {

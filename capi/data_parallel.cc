@@ -196,6 +196,7 @@ absl::StatusOr<DataParallelOptions> ToOptions(const dg_data_parallel_options& re
     options.collectives.bucket_bytes = read.bucket_bytes;
     options.replicas.bucket_bytes = read.bucket_bytes;
   }
+  options.replicas.preserve_rng_state = false;  // a FunctionModule's clone draws no numbers
   options.collectives.timeout = ToTimeout(read.timeout_ms, options.collectives.timeout);
   return options;
 }

@@ -390,6 +390,10 @@ TEST(DataParallel, MakingReplicasTakesNoRandomNumbers) {
   torch::manual_seed(3);
   DataParallel parallel(linear, {.devices = {kHost, kHost}});
   EXPECT_TRUE(torch::rand({4}).equal(want));
+  torch::manual_seed(3);
+  DataParallel drawing(linear,
+                       {.devices = {kHost, kHost}, .replicas = {.preserve_rng_state = false}});
+  EXPECT_FALSE(torch::rand({4}).equal(want));
 }
 
 TEST(DataParallel, AChangedParameterIsNoticedByAnEarlierGraph) {

@@ -24,8 +24,8 @@ namespace autograd_impl = torch::autograd::impl;
 using torch::autograd::Edge;
 using torch::nn::Module;
 
-// Modules fill fresh parameters with random numbers when they are cloned; whoever counts on a
-// seed must not notice.
+// Sets the default generator of the CPU back. The generator is one for all threads, and so are the
+// numbers that the others draw meanwhile.
 class RandomStateGuard {
  public:
   RandomStateGuard() : generator_(at::detail::getDefaultCPUGenerator()) {
@@ -87,7 +87,8 @@ Replicas::Replicas(std::shared_ptr<Module> module, std::shared_ptr<DeviceCollect
   TORCH_CHECK_VALUE(module_ != nullptr, "replicate: no module");
   home_ = HomeOf(*module_, collectives_->devices()[0]);
   const c10::InferenceMode no_inference(false);
-  const RandomStateGuard no_random_numbers;
+  std::optional<RandomStateGuard> rng_state;
+  if (options_.preserve_rng_state) rng_state.emplace();
   const std::vector<Named> tensors = TensorsOfModule(*module_);
   std::vector<size_t> source_of;
   std::unordered_map<const void*, size_t> known;  // shared ones count once

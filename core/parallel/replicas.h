@@ -39,6 +39,10 @@ struct ReplicasOptions {
   // that it begins early.
   size_t bucket_bytes = size_t{25} << 20;
   size_t first_bucket_bytes = size_t{1} << 20;
+  // Sets the default generator of the CPU back to where it was before the replicas were made,
+  // because reset() fills a clone's parameters with random numbers. Another thread that draws from
+  // it meanwhile draws the same numbers again. False for a module whose clone() draws none.
+  bool preserve_rng_state = true;
 };
 
 // Returns the device of the module's parameters and buffers; `otherwise` if it has none. Throws
@@ -50,7 +54,7 @@ c10::Device HomeOf(const torch::nn::Module& module, c10::Device otherwise);
 class Replicas {
  public:
   // `module` must be Cloneable or have a clone() of its own; its parameters and buffers lie on one
-  // device, which need not be one of the collectives'. Takes no random numbers.
+  // device, which need not be one of the collectives'.
   Replicas(std::shared_ptr<torch::nn::Module> module,
            std::shared_ptr<DeviceCollectives> collectives, ReplicasOptions options = {});
   ~Replicas();

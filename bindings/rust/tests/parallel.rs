@@ -180,7 +180,7 @@ fn pieces() {
     assert_eq!(uneven.code(), Code::InvalidArgument);
 }
 
-/// Here, for the other tests of this program draw none.
+/// Here, for the other tests of this program draw none, and those that make replicas do not, either.
 #[test]
 fn random_numbers_begin_anew() {
     let numbers = || Tensor::randn(&[3]).unwrap().to_vec::<f32>().unwrap();
