@@ -8,12 +8,19 @@
 #include "core/base/log.h"
 
 namespace distgrad {
+namespace {
+
+// Made before main(), for later there may be no memory for it.
+const absl::Status* const kOutOfMemory =
+    new absl::Status(absl::ResourceExhaustedError("out of memory"));
+
+}  // namespace
 
 absl::Status StatusFromStdException(std::exception_ptr exception) {
   try {
     std::rethrow_exception(std::move(exception));
   } catch (const std::bad_alloc&) {
-    return absl::ResourceExhaustedError("out of memory");
+    return *kOutOfMemory;
   } catch (const std::out_of_range& e) {
     return absl::InvalidArgumentError(e.what());
   } catch (const std::invalid_argument& e) {

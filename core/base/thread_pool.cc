@@ -1,6 +1,7 @@
 // Gives slots to threads, replaces those that block, and asks again for threads refused.
 #include "core/base/thread_pool.h"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -232,7 +233,8 @@ absl::Status ThreadPool::StartOne() {
         absl::StrCat("all but ", size_, " of them wait for others, and it starts no more than ",
                      kMostSpareThreads, " of those"));
   }
-  // Its place is made before, for one that runs has to be kept.
+  // Its place is made before, for one that runs has to be kept; and where it waits for tasks.
+  parked_.reserve(std::min(kept_, threads_.size() + 1));
   Threads starting(1);
   const Threads::iterator self = starting.begin();
   DG_ASSIGN_OR_RETURN(*self,

@@ -25,7 +25,8 @@ void TestService::OnCall(IncomingCall call) {
     Packet reply = call.NewReply();
     reply.bytes += std::string(call.body().bytes());
     reply.segments = std::move(call.body().packet.segments);
-    return call.Reply(std::move(reply));
+    call.Reply(std::move(reply));
+    return;
   }
   if (call.function() == "fail") return call.Fail(absl::DataLossError("as was asked"));
   if (call.function() == "drop") return;

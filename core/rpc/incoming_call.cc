@@ -2,10 +2,12 @@
 #include "core/rpc/incoming_call.h"
 
 #include <cstdint>
+#include <new>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/log.h"
 
 namespace distgrad {
 
@@ -25,7 +27,7 @@ class IncomingCall::Impl {
     if (this->record.span != nullptr) this->record.span->begin = since;
   }
   ~Impl() {
-    if (link) Fail(absl::InternalError("the handler ended without an answer"));
+    if (link != nullptr) Fail(absl::InternalError("the handler ended without an answer"));
   }
 
   void Begin() {
@@ -35,43 +37,48 @@ class IncomingCall::Impl {
     if (record.span != nullptr) record.span->work = since;
   }
 
-  void Reply(Packet packet) {
-    if (link == nullptr) return;
+  bool Reply(Packet packet) {
+    if (link == nullptr) return false;
     const uint64_t size = packet.size();
     if (size > link->limits().message_bytes) {
-      return Fail(absl::ResourceExhaustedError(absl::StrCat("the reply has ", size,
-                                                            " bytes; limit message_bytes is ",
-                                                            link->limits().message_bytes)));
+      Fail(absl::ResourceExhaustedError(absl::StrCat("the reply has ", size,
+                                                     " bytes; limit message_bytes is ",
+                                                     link->limits().message_bytes)));
+      return false;
     }
-    Count(size, absl::OkStatus());
-    const auto to = std::exchange(link, nullptr);
-    if (auto credit = to->window()->TryAcquire(size)) {
-      to->served().FreePlace(call);
-      const absl::Cleanup end = [&] { to->served().End(); };
-      to->Send(std::move(packet), *std::move(credit));
-      return;
+    try {
+      Count(size, absl::OkStatus());
+      if (auto credit = link->window()->TryAcquire(size)) {
+        Send(std::move(packet), *std::move(credit));
+        return true;
+      }
+      // It stays one that is served, and so counts against those limits.
+      link->window()->AcquireAsync(size, [to = link, call = call, packet = std::move(packet)](
+                                             absl::StatusOr<SendWindow::Credit> credit) mutable {
+        to->served().FreePlace(call);
+        const absl::Cleanup end = [&] { to->served().End(); };
+        if (!credit.ok()) return;
+        try {
+          to->Send(std::move(packet), *std::move(credit));
+        } catch (const std::bad_alloc&) {
+          Close(*to);
+        }
+      });
+      link = nullptr;
+      return true;
+    } catch (const std::bad_alloc&) {
+      FailWithoutMemory();
+      return false;
     }
-    // It stays one that is served, and so counts against those limits.
-    to->window()->AcquireAsync(size, [to, call = call, packet = std::move(packet)](
-                                         absl::StatusOr<SendWindow::Credit> credit) mutable {
-      to->served().FreePlace(call);
-      const absl::Cleanup end = [&] { to->served().End(); };
-      if (credit.ok()) to->Send(std::move(packet), *std::move(credit));
-    });
   }
 
   void Fail(const absl::Status& status) {
     if (link == nullptr) return;
-    Packet packet;
-    AppendFrame({.kind = FrameKind::kReply, .call = call, .status = status}, &packet.bytes);
-    Count(packet.size(), status);
-    const auto to = std::exchange(link, nullptr);
-    const bool was_begun = cancellation != nullptr;  // it was not refused
-    if (was_begun) to->served().FreePlace(call);
-    const absl::Cleanup end = [&] {
-      if (was_begun) to->served().End();
-    };
-    to->Send(std::move(packet));
+    try {
+      SendError(status);
+    } catch (const std::bad_alloc&) {
+      FailWithoutMemory();
+    }
   }
 
   std::shared_ptr<Link> link;  // null once answered
@@ -83,10 +90,52 @@ class IncomingCall::Impl {
   const absl::Status refusal;
   Record record;     // in the agent, which the link keeps alive
   absl::Time since;  // when it arrived, or began
-  bool begun = false;
+  bool begun = false, counted = false, place_is_free = false;
   Body body;
 
  private:
+  // What comes instead of an answer for which there was no memory. If there is none for this,
+  // either, the caller hears that the connection has ended. To itself a worker has none, and waits
+  // until the call's deadline.
+  void FailWithoutMemory() {
+    try {
+      SendError(absl::ResourceExhaustedError("there was no memory for the answer"));
+    } catch (const std::bad_alloc&) {
+      FreePlace();
+      Close(*link);
+      End();
+    }
+  }
+  static void Close(Link& link) {
+    try {
+      link.Close(absl::ResourceExhaustedError("there was no memory for an answer"));
+    } catch (const std::bad_alloc&) {
+      DG_LOG(ERROR) << "a call is not answered: there is no memory";
+    }
+  }
+
+  // Throw where there is no memory; then another answer may be sent.
+  void SendError(const absl::Status& status) {
+    Packet packet;
+    AppendFrame({.kind = FrameKind::kReply, .call = call, .status = status}, &packet.bytes);
+    Count(packet.size(), status);
+    Send(std::move(packet), {});
+  }
+  void Send(Packet packet, SendWindow::Credit credit) {
+    FreePlace();
+    link->Send(std::move(packet), std::move(credit));
+    End();
+  }
+
+  void FreePlace() {
+    if (cancellation == nullptr) return;  // it was refused
+    if (!std::exchange(place_is_free, true)) link->served().FreePlace(call);
+  }
+  void End() {
+    if (cancellation != nullptr) link->served().End();
+    link = nullptr;
+  }
+
   // What has passed since then, in ns.
   int64_t TakeTime() {
     const absl::Time now = link->served().Now();
@@ -94,6 +143,7 @@ class IncomingCall::Impl {
     return absl::ToInt64Nanoseconds(now - std::exchange(since, now));
   }
   void Count(uint64_t bytes, const absl::Status& status) {
+    if (std::exchange(counted, true)) return;
     CallCounters& counters = *record.counters;
     (begun ? counters.run_ns : counters.queue_ns) += TakeTime();
     counters.bytes_sent += bytes;
@@ -130,7 +180,7 @@ Packet IncomingCall::NewReply() const {
   AppendFrame({.kind = FrameKind::kReply, .call = impl_->call}, &packet.bytes);
   return packet;
 }
-void IncomingCall::Reply(Packet reply) { impl_->Reply(std::move(reply)); }
+bool IncomingCall::Reply(Packet reply) { return impl_->Reply(std::move(reply)); }
 void IncomingCall::Fail(const absl::Status& status) { impl_->Fail(status); }
 
 }  // namespace distgrad

@@ -68,8 +68,9 @@ class IncomingCall {
 
   // Returns a packet for Reply(), to which the body is to be appended.
   Packet NewReply() const;
-  // Sends a reply without waiting: where there is no credit, it goes when there is.
-  void Reply(Packet reply);
+  // Sends a reply without waiting: where there is no credit, it goes when there is. Returns false
+  // if the call has failed instead, because the reply is too large or there was no memory.
+  bool Reply(Packet reply);
   void Fail(const absl::Status& status);
 
  private:

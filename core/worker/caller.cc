@@ -288,6 +288,8 @@ absl::StatusOr<Message> Caller::TakeReply(const std::shared_ptr<ContextRecord>& 
     absl::StatusOr<Message> message = parts_.messages.Read(body.packet, body.offset);
     DG_RETURN_IF_ERROR(parts_.messages.TakeEdge(context, from, header, message));
     return message;
+  } catch (const std::bad_alloc&) {
+    throw;  // the connection ends, for nobody would hear that no gradient comes over this edge
   } catch (...) {
     return StatusFromException(std::current_exception());
   }

@@ -8,9 +8,12 @@
 #include <new>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/cancellation.h"
 #include "core/base/future.h"
@@ -115,26 +118,101 @@ TEST(FailedAllocationTest, ACallThatThrowsIsNotMade) {
   }
 }
 
-// Nor does a backward wait for a gradient of what it would have sent.
+// Nor does a backward wait for a gradient of what it would have sent; nor, where it goes to the
+// worker itself, of what the call's handler and its answer would have.
 TEST(FailedAllocationTest, ACallThatThrowsHasNoPartInABackward) {
-  bool failed = true;
-  for (int nth = 0; failed && !testing::Test::HasFailure(); ++nth) {
-    SCOPED_TRACE(nth);
-    // A connection on which an allocation fails ends, and the context with it.
-    Cluster cluster({.workers = 2});
-    ASSERT_EQ(cluster[1].Register("echo", [](Request& r) { return r.message; }), absl::OkStatus());
-    const Context context = cluster[0].NewContext();
-    const at::Tensor leaf = at::ones({1}).requires_grad_(true);
-    const auto call = [&] {
-      return cluster[0].CallAsync(1, "echo", {"", {leaf}}, {.context = &context});
-    };
-    const std::optional<Future<Message>> made = CallWhereOneFails(nth, call, &failed);
-    if (made.has_value()) made->Wait().status().IgnoreError();
-    const Future<Message> next = call();
-    EXPECT_NE(next.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
-    if (!next.Wait().ok()) continue;
-    const absl::Status status = context.Backward({next.Wait()->tensors[0].sum()});
-    EXPECT_NE(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  for (const WorkerRank to : {0, 1}) {
+    bool failed = true;
+    for (int nth = 0; failed && !testing::Test::HasFailure(); ++nth) {
+      SCOPED_TRACE(absl::StrCat("to ", to, ", allocation ", nth));
+      // A connection on which an allocation fails ends, and the context with it.
+      Cluster cluster({.workers = 2});
+      ASSERT_EQ(cluster[to].Register("echo", [](Request& r) { return r.message; }),
+                absl::OkStatus());
+      const Context context = cluster[0].NewContext();
+      const at::Tensor leaf = at::ones({1}).requires_grad_(true);
+      const auto call = [&] {
+        return cluster[0].CallAsync(to, "echo", {"", {leaf}}, {.context = &context});
+      };
+      const std::optional<Future<Message>> made = CallWhereOneFails(nth, call, &failed);
+      if (made.has_value()) made->Wait().status().IgnoreError();
+      const Future<Message> next = call();
+      EXPECT_NE(next.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
+      if (!next.Wait().ok()) continue;
+      const absl::Status status = context.Backward({next.Wait()->tensors[0].sum()});
+      EXPECT_NE(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    }
+  }
+}
+
+// Each call ends where an allocation behind its handler fails, and the worker serves on; no
+// backward waits for a gradient of an answer that has not come.
+TEST(FailedAllocationTest, AnAnswerEndsItsCall) {
+  constexpr int kAllocations = 40;  // more than an answer makes
+  for (const char* const handler : {"answers", "fails", "throws", "answers later"}) {
+    for (const WorkerRank to : {0, 1}) {
+      for (int nth = 0; nth < kAllocations && !testing::Test::HasFailure(); ++nth) {
+        SCOPED_TRACE(absl::StrCat(handler, ", worker ", to, ", allocation ", nth));
+        Cluster cluster({.workers = 2, .thread_count = 1});
+        Worker& server = cluster[to];
+        EXPECT_EQ(server.Register("echo",
+                                  [](Request& r) {
+                                    FailAllocation(-1);  // on the thread of the call before
+                                    return r.message;
+                                  }),
+                  absl::OkStatus());
+        EXPECT_EQ(server.Register("answers",
+                                  [nth](Request& r) {
+                                    FailAllocation(nth);
+                                    return r.message;
+                                  }),
+                  absl::OkStatus());
+        EXPECT_EQ(server.Register("fails",
+                                  [nth](Request&) -> absl::StatusOr<Message> {
+                                    absl::Status why = absl::DataLossError("it fails");
+                                    FailAllocation(nth);
+                                    return why;
+                                  }),
+                  absl::OkStatus());
+        EXPECT_EQ(server.Register("throws",
+                                  [nth](Request&) -> absl::StatusOr<Message> {
+                                    FailAllocation(nth);
+                                    throw std::bad_alloc();
+                                  }),
+                  absl::OkStatus());
+        std::thread completes;
+        EXPECT_EQ(server.RegisterAsync("answers later",
+                                       [&, nth](Request& r) {
+                                         Promise<Message> promise;
+                                         const Future<Message> reply = promise.future();
+                                         completes = std::thread([nth, promise = std::move(promise),
+                                                                  message = r.message]() mutable {
+                                           absl::StatusOr<Message> with = std::move(message);
+                                           FailAllocation(nth);
+                                           promise.Set(std::move(with));
+                                           FailAllocation(-1);
+                                         });
+                                         return reply;
+                                       }),
+                  absl::OkStatus());
+        const Context context = cluster[0].NewContext();
+        const at::Tensor leaf = at::ones({1}).requires_grad_(true);
+        const auto call = [&](const char* function) {
+          return cluster[0].Call(to, function, {"", {leaf}}, {.context = &context});
+        };
+        const absl::Status answered = call(handler).status();
+        FailAllocation(-1);  // a call to the worker itself may have been served on this thread
+        if (completes.joinable()) completes.join();
+        EXPECT_NE(answered.code(), absl::StatusCode::kDeadlineExceeded) << answered;
+        const absl::StatusOr<Message> next = call("echo");
+        EXPECT_NE(next.status().code(), absl::StatusCode::kDeadlineExceeded) << next.status();
+        if (next.ok()) {  // else the connection has ended, and the context with it
+          const absl::Status status = context.Backward({next->tensors[0].sum()});
+          EXPECT_NE(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+        }
+        cluster.Kill(1);  // it may be lost to the other one, and could not leave in good order
+      }
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // Reads calls, runs what they ask for, and answers.
 #include "core/worker/server.h"
 
+#include <new>
 #include <set>
 #include <utility>
 #include <vector>
@@ -102,6 +103,8 @@ void Server::OnCall(IncomingCall call) {
   absl::Status taken;
   try {
     taken = parts_.messages.TakeEdge(context, call.from(), *header, message);
+  } catch (const std::bad_alloc&) {
+    throw;  // the connection ends, for nobody would hear that no gradient comes over this edge
   } catch (...) {
     taken = StatusFromException(std::current_exception());
   }
@@ -121,8 +124,11 @@ void Server::OnCall(IncomingCall call) {
                                 const absl::StatusOr<SendWindow::Credit>& credit) mutable {
       const auto alive = owner.lock();
       if (alive == nullptr || !credit.ok()) return;
-      parts_.pool.Schedule(
-          [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
+      try {
+        parts_.pool.Schedule(
+            [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): its call has failed
+      }
     });
     return;
   }
@@ -138,19 +144,19 @@ void Server::OnCall(IncomingCall call) {
 
 void Server::Serve(Serving serving) {
   serving.call.Begin();
-  if (serving.request.cancellation->cancelled()) {
-    return serving.call.Fail(serving.request.cancellation->why());
-  }
-  // A caller that is slow to say so has given up, too.
-  if (serving.request.deadline.Passed()) {
-    return serving.call.Fail(absl::DeadlineExceededError("its time was over before it began"));
-  }
-  absl::StatusOr<Message> reply = absl::InternalError("not run");
+  absl::StatusOr<Message> reply = absl::InternalError("");
   try {
+    if (serving.request.cancellation->cancelled()) {
+      return serving.call.Fail(serving.request.cancellation->why());
+    }
+    // A caller that is slow to say so has given up, too.
+    if (serving.request.deadline.Passed()) {
+      return serving.call.Fail(absl::DeadlineExceededError("its time was over before it began"));
+    }
     const std::shared_ptr<const Function> function = FindFunction(serving.request.function);
     serving.by_handler = function != nullptr && !function->is_own;
     if (function != nullptr && function->async_handler != nullptr) {
-      return ServeLater(function->async_handler, std::move(serving));
+      return ServeLater(function->async_handler, std::make_shared<Serving>(std::move(serving)));
     }
     // The caller's modes are the handler's too.
     const CallModesScope modes(serving.header.modes);
@@ -168,50 +174,64 @@ void Server::Serve(Serving serving) {
   Answer(serving, reply);
 }
 
-void Server::ServeLater(const AsyncRequestHandler& handler, Serving serving) {
-  const auto shared = std::make_shared<Serving>(std::move(serving));
-  Future<Message> reply;
+void Server::ServeLater(const AsyncRequestHandler& handler,
+                        const std::shared_ptr<Serving>& serving) {
+  absl::StatusOr<Message> failed = absl::InternalError("");
   try {
-    const CallModesScope modes(shared->header.modes);
-    reply = handler(shared->request);
-    if (!reply.valid()) reply = Future<Message>::Of(absl::InternalError("it returned no future"));
-  } catch (...) {
-    reply = Future<Message>::Of(StatusFromException(std::current_exception()));
-  }
-  if (reply.Done()) return Answer(*shared, reply.Wait());
-  shared->request.cancellation->OnCancel([reply] { reply.Cancel(); });
-  reply.Then([this, owner = owner_, shared, reply](const absl::StatusOr<Message>&) {
-    // Whoever completes it may be a thread that must not be kept.
-    if (const auto alive = owner.lock()) {
-      parts_.pool.Schedule([this, shared, reply] { Answer(*shared, reply.Wait()); });
+    Future<Message> reply;
+    {
+      const CallModesScope modes(serving->header.modes);
+      reply = handler(serving->request);
     }
-  });
+    if (!reply.valid()) reply = Future<Message>::Of(absl::InternalError("it returned no future"));
+    if (reply.Done()) return Answer(*serving, reply.Wait());
+    serving->request.cancellation->OnCancel([reply] { reply.Cancel(); });
+    reply.Then([this, owner = owner_, serving, reply](const absl::StatusOr<Message>&) {
+      const auto alive = owner.lock();
+      if (alive == nullptr) return;
+      // Whoever completes it may be a thread that must not be kept.
+      try {
+        parts_.pool.Schedule([this, serving, reply] { Answer(*serving, reply.Wait()); });
+      } catch (const std::bad_alloc&) {
+        serving->call.Fail(StatusFromException(std::current_exception()));
+      }
+    });
+    return;
+  } catch (...) {
+    failed = StatusFromException(std::current_exception());
+  }
+  Answer(*serving, failed);
 }
 
 void Server::Answer(Serving& serving, const absl::StatusOr<Message>& reply) {
-  if (!reply.ok()) {
-    return serving.call.Fail(
-        serving.by_handler
-            ? WithOrigin(reply.status(), {parts_.self.rank, ErrorOrigin::By::kHandler})
-            : reply.status());
-  }
-  const WorkerRank from = serving.request.from;
-  Packet packet = serving.call.NewReply();
-  CallHeader header{.modes = serving.header.modes};
-  absl::StatusOr<EdgeId> edge = absl::InternalError("not packed");
+  EdgeId edge = 0;
   try {
-    const CallModesScope modes(header.modes);
-    const absl::StatusOr<size_t> body =
-        parts_.messages.Encode(header, serving.context, from, *reply, &packet);
-    edge = body.ok() ? parts_.messages.Record(serving.context, from,
-                                              CallMessages::MakeSend(header, *reply),
-                                              serving.by_operator, *body, &packet)
-                     : body.status();
+    if (!reply.ok()) {
+      return serving.call.Fail(
+          serving.by_handler
+              ? WithOrigin(reply.status(), {parts_.self.rank, ErrorOrigin::By::kHandler})
+              : reply.status());
+    }
+    const WorkerRank from = serving.request.from;
+    Packet packet = serving.call.NewReply();
+    CallHeader header{.modes = serving.header.modes};
+    {
+      const CallModesScope modes(header.modes);
+      const absl::StatusOr<size_t> body =
+          parts_.messages.Encode(header, serving.context, from, *reply, &packet);
+      if (!body.ok()) return serving.call.Fail(body.status());
+      const absl::StatusOr<EdgeId> recorded =
+          parts_.messages.Record(serving.context, from, CallMessages::MakeSend(header, *reply),
+                                 serving.by_operator, *body, &packet);
+      if (!recorded.ok()) return serving.call.Fail(recorded.status());
+      edge = *recorded;
+    }
+    const bool sent = serving.call.Reply(std::move(packet));
+    // A backward would wait for a gradient of what nobody has got.
+    if (!sent && edge != 0) parts_.engine.DropSend(*serving.context, edge);
   } catch (...) {
-    edge = StatusFromException(std::current_exception());
+    serving.call.Fail(StatusFromException(std::current_exception()));
   }
-  if (!edge.ok()) return serving.call.Fail(edge.status());
-  serving.call.Reply(std::move(packet));
 }
 
 absl::Status Server::NotRegistered(absl::string_view function) const {

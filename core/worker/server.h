@@ -15,6 +15,7 @@
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/context_registry.h"
+#include "core/autograd/engine.h"
 #include "core/base/clock.h"
 #include "core/base/thread_pool.h"
 #include "core/membership/worker_info.h"
@@ -44,6 +45,7 @@ class Server {
     Clock& clock;
     ThreadPool& pool;
     ContextRegistry& contexts;
+    Engine& engine;
     const CallMessages& messages;
   };
   // A function: a handler, or one that answers later.
@@ -76,7 +78,7 @@ class Server {
   };
 
   void Serve(Serving serving);
-  void ServeLater(const AsyncRequestHandler& handler, Serving serving);
+  void ServeLater(const AsyncRequestHandler& handler, const std::shared_ptr<Serving>& serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
   absl::StatusOr<Message> ServeOperator(Request& request);
   // The error of a call of a function that is not there, with what to do.
