@@ -188,7 +188,7 @@ struct CheckpointManagerObject : HandleObject {
       : worker(std::move(worker)) {}
   // Waits for what is written in the background; where it must not, another thread does.
   ~CheckpointManagerObject() override {
-    if (CheckMayWait().ok()) {
+    if (MayWait()) {
       const BlockingScope blocking;
       manager = nullptr;
       return;

@@ -138,13 +138,15 @@ NoWaitScope::~NoWaitScope() {
   at::GradMode::set_enabled(grad_enabled_);
 }
 
+bool MayWait() { return no_wait_scopes == 0; }
+
 absl::Status CheckMayWait() {
-  if (no_wait_scopes == 0) return absl::OkStatus();
+  if (MayWait()) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "this waits, which a future's callback and a destructor must not");
 }
 
-absl::Status EndInBackground(absl::AnyInvocable<void()> end) {
+absl::Status internal::StartClosing(absl::AnyInvocable<void()> end) {
   DG_ASSIGN_OR_RETURN(std::thread thread, StartThread("dg-close", std::move(end)));
   thread.detach();
   return absl::OkStatus();

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -120,12 +121,26 @@ class NoWaitScope {
   const bool grad_enabled_;
 };
 
+// Returns whether this thread is in no NoWaitScope.
+bool MayWait();
 // Returns kFailedPrecondition inside a NoWaitScope.
 absl::Status CheckMayWait();
 
+namespace internal {
+// Throws if memory is out.
+absl::Status StartClosing(absl::AnyInvocable<void()> end);
+}  // namespace internal
+
 // Calls `end` on a thread of its own, where this one must not wait. It owns what it ends: so no
 // owner is left to join it. An error, and nothing is called, if there is no thread to be had.
-absl::Status EndInBackground(absl::AnyInvocable<void()> end);
+template <typename F>
+absl::Status EndInBackground(F end) noexcept {
+  try {
+    return internal::StartClosing(std::move(end));
+  } catch (const std::bad_alloc&) {
+    return StatusFromException(std::current_exception());
+  }
+}
 
 // A caller's user_data with its destructor, which runs exactly once. Movable.
 class UserData {

@@ -525,6 +525,28 @@ TEST_F(NoMemoryTest, Traces) {
       });
 }
 
+// One that there was no memory to close is closed by the next call. That holds until its parts have
+// ended: the end of the worker itself needs memory.
+TEST_F(NoMemoryTest, TheEndOfAWorker) {
+  constexpr int kAllocations = 5;
+  for (int nth = 0; nth < kAllocations; ++nth) {
+    SCOPED_TRACE(nth);
+    dg_worker_options options = DG_WORKER_OPTIONS_INIT;
+    const std::string own = absl::StrCat("file://", folder_, "/end", nth);
+    options.world_size = 1;
+    options.rendezvous = ToStr(own);
+    dg_worker* worker = nullptr;
+    ExpectOk(dg_worker_create(&options, &worker));
+    FailAllocation(nth);
+    dg_error* const error = dg_worker_close(worker, DG_FOREVER);
+    EXPECT_TRUE(FailAllocation(-1));
+    EXPECT_EQ(dg_error_code(error), DG_RESOURCE_EXHAUSTED);
+    dg_error_destroy(error);
+    ExpectOk(dg_worker_close(worker, /*timeout_ms=*/30000));
+    dg_worker_destroy(worker);
+  }
+}
+
 // What is not in the list has to have a test above.
 TEST(NoMemoryListTest, EachFunctionThatMakesAHandleIsTested) {
   const std::set<std::string> others = {

@@ -487,7 +487,7 @@ struct PipelineStepObject : HandleObject {
 void EndStep(SharedWorker& worker, const std::shared_ptr<StepInFlight>& step) {
   if (!step->valid()) return;
   // In a function of a stage the step may wait for that function.
-  const bool waits = CheckMayWait().ok() && running == nullptr;
+  const bool waits = MayWait() && running == nullptr;
   absl::StatusOr<SharedWorker::Use> use = waits ? worker.Begin() : worker.BeginInBackground();
   if (!use.ok()) return;  // the worker's end ends the step
   if (waits) {
@@ -700,7 +700,7 @@ void dg_pipeline_stages_destroy(dg_pipeline_stages* stages) noexcept {
     // Of several that destroy it one does all of it.
     if (!pinned.ok() || !DestroyHandle<PipelineStagesObject>(stages)) return 0;
     StagesPart& part = *(*pinned)->part;
-    const bool waits = CheckMayWait().ok() && !part.RunsHere();
+    const bool waits = MayWait() && !part.RunsHere();
     const BlockingScope blocking;
     if (part.Close(Deadline::After(waits ? kDestroyTimeout : absl::ZeroDuration()))) {
       (*pinned)->worker->Detach(&part);

@@ -2,6 +2,7 @@
 #include "core/worker/worker.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -161,7 +162,12 @@ absl::Status SharedWorker::Close(Deadline deadline) {
     if (state_ == State::kEnded) return absl::OkStatus();
     Advance(State::kEnding);
   }
-  const absl::Status ended = EndWorker(deadline);
+  absl::Status ended;
+  try {
+    ended = EndWorker(deadline);
+  } catch (const std::bad_alloc&) {  // what was begun can be called again
+    ended = StatusFromException(std::current_exception());
+  }
   absl::MutexLock lock(&mu_);
   Advance(ended.ok() ? State::kEnded : State::kClosed);
   return ended;
@@ -241,7 +247,7 @@ void DestroyWorker(dg_worker* worker, absl::Duration bound) {
   // After a close that timed out this does not wait once more.
   if (shared->Refuse()) bound = absl::ZeroDuration();
   // If the end would wait for this very thread, another one does it.
-  if (!InHandlerOf(*shared) && CheckMayWait().ok()) {
+  if (!InHandlerOf(*shared) && MayWait()) {
     BlockingScope blocking;
     const absl::Status closed = shared->Close(Deadline::After(bound));
     if (closed.ok()) {
