@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "core/base/status.h"
@@ -38,7 +39,12 @@ absl::InlinedVector<bool, 8> ReadBits(WireReader& reader, size_t count) {
 }  // namespace
 
 absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap& devices) {
-  const size_t begin = packet->bytes.size();
+  // What else is in the packet must stay readable, also where there is no memory for this.
+  const size_t bytes = packet->bytes.size(), segments = packet->segments.size();
+  absl::Cleanup undo = [&] {
+    packet->bytes.resize(bytes);
+    packet->segments.resize(segments);
+  };
   WireWriter writer(&packet->bytes);
   writer.U8(static_cast<uint8_t>(notice.kind));
   writer.U64(notice.context);
@@ -51,16 +57,12 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap&
     case Notice::Kind::kEdge:
       writer.U64(notice.edge);
       if (!notice.reached.empty()) {
-        absl::Status status;
         try {
-          status = AppendMessage(Message{"", notice.gradients}, packet, devices);
+          DG_RETURN_IF_ERROR(AppendMessage(Message{"", notice.gradients}, packet, devices));
         } catch (...) {
-          status = StatusFromException(std::current_exception());
+          return StatusFromException(std::current_exception());
         }
-        // What else is in the packet must stay readable.
-        if (!status.ok()) packet->bytes.resize(begin);
-        if (status.ok()) AppendBits(notice.reached, writer);
-        return status;
+        AppendBits(notice.reached, writer);
       }
       break;
     case Notice::Kind::kAck:
@@ -79,6 +81,7 @@ absl::Status AppendNotice(const Notice& notice, Packet* packet, const DeviceMap&
     case Notice::Kind::kKnown:
       break;
   }
+  std::move(undo).Cancel();
   return absl::OkStatus();
 }
 

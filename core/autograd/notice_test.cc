@@ -6,8 +6,11 @@
 #include <ATen/ops/quantize_per_tensor.h>
 #include <gtest/gtest.h>
 
+#include <new>
 #include <string>
 #include <vector>
+
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -23,6 +26,42 @@ Packet PacketOfEdge(std::vector<at::Tensor> gradients, absl::InlinedVector<bool,
                                            &packet);
   EXPECT_TRUE(status.ok()) << status;
   return packet;
+}
+
+// Others of the same packet are to be read all the same.
+TEST(NoticeTest, OneForWhichThereIsNoMemoryLeavesThePacketAsItWas) {
+  const Notice edge = {.kind = Notice::Kind::kEdge,
+                       .context = 1,
+                       .pass = 2,
+                       .edge = 3,
+                       .gradients = {at::ones({2, 3}), at::ones({100, 100}), at::ones({3, 2}).t()},
+                       .reached = {true, true, true}};
+  const Notice abort = {
+      .kind = Notice::Kind::kAbort, .context = 1, .pass = 2, .status = absl::DataLossError("why")};
+  const Notice report = {.kind = Notice::Kind::kReport,
+                         .context = 1,
+                         .pass = 2,
+                         .awaited = std::string(100, 'x'),
+                         .peers = {3, 4}};
+  for (const Notice* const notice : {&edge, &abort, &report}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(nth);
+      Packet packet = PacketOfEdge({at::ones({50, 50})}, {true});
+      const std::string bytes = packet.bytes;
+      const size_t segments = packet.segments.size();
+      bool appended = false;
+      FailAllocation(nth);
+      try {
+        appended = AppendNotice(*notice, &packet).ok();
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not appended
+      }
+      failed = FailAllocation(-1);
+      if (appended) continue;
+      EXPECT_EQ(packet.bytes, bytes);
+      EXPECT_EQ(packet.segments.size(), segments);
+    }
+  }
 }
 
 TEST(NoticeTest, EveryKindArrivesAsItWasSent) {

@@ -169,11 +169,18 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
       link->SetCarried();
       OnReply(*peer, frame, Body{std::move(packet), offset});
       break;
-    case FrameKind::kNotice:
+    case FrameKind::kNotice: {
       link->SetCarried();
       CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
+      const absl::Status arrived = Annotate(packet.segments_status, "receiving a notice");
       service_->OnNotice(*peer, Body{std::move(packet), offset});
+      if (arrived.ok()) break;
+      // It is lost, and its sender shall know that something is.
+      Packet last;
+      AppendFrame({.kind = FrameKind::kRefused, .status = arrived}, &last.bytes);
+      link->SendLast(std::move(last), arrived);
       break;
+    }
     case FrameKind::kPing: {
       Packet pong;
       AppendFrame({.kind = FrameKind::kPong}, &pong.bytes);

@@ -216,5 +216,43 @@ TEST(FailedAllocationTest, AnAnswerEndsItsCall) {
   }
 }
 
+// A backward ends where an allocation of the thread that began it fails, and the next one is as
+// good as any.
+TEST(FailedAllocationTest, ABackwardEnds) {
+  for (const WorkerRank to : {0, 1}) {
+    bool failed = true;
+    for (int nth = 0; failed && !testing::Test::HasFailure(); ++nth) {
+      SCOPED_TRACE(absl::StrCat("by worker ", to, ", allocation ", nth));
+      Cluster cluster({.workers = 2});
+      ASSERT_EQ(cluster[to].Register("echo", [](Request& r) { return r.message; }),
+                absl::OkStatus());
+      const auto backward = [&](int which) {
+        const Context context = cluster[0].NewContext();
+        const at::Tensor leaf = at::ones({1}).requires_grad_(true);
+        const absl::StatusOr<Message> reply =
+            cluster[0].Call(to, "echo", {"", {leaf}}, {.context = &context});
+        if (!reply.ok()) return reply.status();
+        const at::Tensor loss = reply->tensors[0].sum();
+        absl::Status status;
+        FailAllocation(which);
+        try {
+          status = context.Backward({loss});
+        } catch (const std::bad_alloc&) {
+          status = absl::ResourceExhaustedError("");
+        }
+        failed = FailAllocation(-1);
+        return status;
+      };
+      const absl::Status status = backward(nth);
+      EXPECT_NE(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+      const bool has_failed = failed;
+      const absl::Status next = backward(-1);
+      EXPECT_TRUE(next.ok() || absl::IsUnavailable(next)) << next;
+      failed = has_failed;
+      cluster.Kill(1);  // it may be lost to the other one, and could not leave in good order
+    }
+  }
+}
+
 }  // namespace
 }  // namespace distgrad
