@@ -346,6 +346,7 @@ absl::Status Pipeline::BeginStart(bool alone, uint64_t* follows) {
     *follows = each.step;
   }
   starts_ = true;
+  before_failed_ = false;
   return absl::OkStatus();
 }
 
@@ -356,7 +357,7 @@ void Pipeline::EndFollowers(uint64_t step, const absl::Status& failure) {
     absl::MutexLock lock(&mu_);
     auto each = std::find_if(in_flight_.begin(), in_flight_.end(),
                              [&](const InFlight& one) { return one.step == step; });
-    last_failed_ = in_flight_.empty() ? step : in_flight_.back().step;
+    before_failed_ = true;
     while (each != in_flight_.end() && ++each != in_flight_.end()) {
       followers.push_back(each->cancellation);
       each->before.Update(why);
@@ -461,7 +462,7 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
     {
       absl::MutexLock lock(&mu_);
       // Another thread has waited for it meanwhile.
-      if (follows != 0 && last_failed_ == follows) {
+      if (before_failed_) {
         return absl::FailedPreconditionError(
             absl::StrCat("the step of ", who, " behind which this one would come has failed"));
       }

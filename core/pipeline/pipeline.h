@@ -210,7 +210,7 @@ class Pipeline {
   bool starts_ ABSL_GUARDED_BY(mu_) = false;  // a thread is in Start()
   // The steps that nobody has waited for, in their order.
   std::deque<InFlight> in_flight_ ABSL_GUARDED_BY(mu_);
-  uint64_t last_failed_ ABSL_GUARDED_BY(mu_) = 0;  // or that ended with the last that failed
+  bool before_failed_ ABSL_GUARDED_BY(mu_) = false;  // one that the one in Start() comes behind
   // By step and rank, of those that run: the ranks that average in them, from before they do; of
   // others, which have failed: those that may not have heard of that, and would average the next
   // step with another one of the other replicas. With what they are to be told.

@@ -294,12 +294,19 @@ bool RankStep::busy() const {
 }
 
 std::string RankStep::Describe() const {
-  absl::MutexLock lock(&mu_);
-  if (state_ == State::kBegun) return "has not begun";
-  if (!ran_) return "waits for a function of the step before";
-  if (phase_ != nullptr) return phase_;
-  if (action_ == nullptr) return "is at the end of its list";
-  return absl::StrCat(waits_ ? "waits for others in the " : "is in the ", ToString(*action_));
+  std::shared_ptr<RankStep> before;
+  {
+    absl::MutexLock lock(&mu_);
+    if (state_ == State::kBegun) return "has not begun";
+    if (ran_) {
+      if (phase_ != nullptr) return phase_;
+      if (action_ == nullptr) return "is at the end of its list";
+      return absl::StrCat(waits_ ? "waits for others in the " : "is in the ", ToString(*action_));
+    }
+    before = follows_;
+  }
+  if (before == nullptr || before->is_over_) return "waits for a function of the step before";
+  return absl::StrCat("waits for the step before, which ", before->Describe());
 }
 
 Stepped RankStep::stepped() const {
@@ -1041,14 +1048,15 @@ void RankStep::Run() {
   bool ran = false;
   try {
     Deadline deadline = Deadline::Never();
+    std::shared_ptr<RankStep> before;
     {
       absl::MutexLock lock(&mu_);
       deadline = deadline_;
       ran = ran_ = !over();
+      before = std::move(follows_);
     }
     calls_ = std::make_unique<StepCalls>(worker_, pipeline_, deadline, cancellation_);
     // What it would start from is missing without that.
-    const std::shared_ptr<RankStep> before = std::move(follows_);
     const absl::Status ended = before == nullptr ? absl::OkStatus() : before->CheckEndedWell();
     result = ended.ok() ? FollowList()
                         : Annotate(ended, absl::StrCat("the step before this one has failed on "

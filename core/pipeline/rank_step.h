@@ -209,8 +209,9 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Synchronizes itself. Ends the step, and all that it has asked of others; keeps why.
   const std::shared_ptr<Cancellation> cancellation_ = std::make_shared<Cancellation>();
 
-  // Null once Run() has seen how that has ended, and where it will not be called: else steps that
-  // were begun behind each other, and never started, would keep each other.
+  // Null once Run() has it, and where that will not be called: else steps that were begun behind
+  // each other, and never started, would keep each other. Written under mu_; from Start() to Run()
+  // constant, so that MayRun() reads it without.
   std::shared_ptr<RankStep> follows_;
   std::atomic<bool> is_over_{false};  // whether the state is kOver
 

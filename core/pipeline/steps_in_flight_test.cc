@@ -16,6 +16,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,7 @@
 #include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
 #include "core/pipeline/test_layers.h"
+#include "core/worker/metrics.h"
 #include "tests/testing/cluster.h"
 
 namespace distgrad {
@@ -388,6 +390,50 @@ TEST_P(StepsInFlightTest, AnErrorOfADeadlineSaysWhatEachRankDid) {
                         "step of stage 1"));
 }
 
+// Also if that fails while it is started, and then one that was started before them.
+TEST_P(StepsInFlightTest, NoneIsStartedBehindAStepThatHasFailed) {
+  Cluster cluster(Workers(2));
+  const EqualLayers layers(2);
+  absl::Notification holds, give_back, go;
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    go.WaitForNotification();
+    return layers.Forward(stage, std::move(in));
+  });
+  ASSERT_EQ(cluster[1].Register("hold",
+                                [&](Request& request) {
+                                  holds.Notify();
+                                  give_back.WaitForNotification();
+                                  return request.message;
+                                }),
+            absl::OkStatus());
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  std::vector<Started> started;
+  for (int i = 0; i < 2; ++i) started.push_back(Start(cluster, *pipeline));
+  // Has the one thread that would answer.
+  const Future<Message> held = cluster[0].CallAsync("worker1", "hold", {});
+  holds.WaitForNotification();
+  absl::Status third;
+  std::thread starts([&] {
+    const Context context = cluster[0].NewContext();
+    third = pipeline->Start(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  });
+  const std::string begin = absl::StrCat(kBeginStep, "model");
+  const auto begins = [&] {
+    for (const CallStats& calls : cluster[0].Metrics().calls) {
+      if (calls.peer == 1 && !calls.served && calls.function == begin) return calls.in_flight > 0;
+    }
+    return false;
+  };
+  while (!begins()) std::this_thread::yield();
+  while (!started.empty()) started.pop_back();  // the last one first
+  give_back.Notify();
+  starts.join();
+  EXPECT_EQ(third.code(), absl::StatusCode::kFailedPrecondition) << third;
+  EXPECT_THAT(std::string(third.message()), HasSubstr("behind which this one would come"));
+  go.Notify();
+  EXPECT_TRUE(held.Wait().ok());
+}
+
 TEST_P(StepsInFlightTest, AWorkerThatIsLostEndsAllOfThem) {
   Cluster cluster(Workers(3));
   const EqualLayers layers(3);
@@ -472,8 +518,11 @@ class DriverOfOneStage {
                         .weights = {1}};
     return Call(kBeginStep, EncodePlan(plan), context).Wait().status();
   }
-  absl::Status Run(uint64_t step) const {
-    return Call(kRunStep, EncodeStepRef({.step = step, .first_stage = 0})).Wait().status();
+  Future<Message> Run(uint64_t step) const {
+    return Call(kRunStep, EncodeStepRef({.step = step, .first_stage = 0}));
+  }
+  std::string Describe(uint64_t step) const {
+    return Call(kDescribe, EncodeStepRef({.step = step, .first_stage = 0})).Wait()->payload;
   }
   absl::Status End(uint64_t step) const {
     return Call(kEndStep, EncodeEnd({.of = {.step = step, .first_stage = 0}})).Wait().status();
@@ -503,9 +552,28 @@ TEST_F(OneStageTest, AStepThatNobodyCanStartHoldsUpNoneBehindIt) {
   ASSERT_EQ(driver_.Begin(1, /*follows=*/0, &*ends_early), absl::OkStatus());
   ends_early.reset();
   ASSERT_EQ(driver_.Begin(2, /*follows=*/1), absl::OkStatus());
-  const absl::Status status = driver_.Run(2);
+  const absl::Status status = driver_.Run(2).Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("the step before this one has failed"));
+}
+
+// In errors of deadlines.
+TEST_F(OneStageTest, AStepThatWaitsForOneBeforeSaysWhatThatDoes) {
+  std::vector<Future<Message>> runs;
+  for (uint64_t step = 1; step <= 3; ++step) {
+    ASSERT_EQ(driver_.Begin(step, /*follows=*/step - 1), absl::OkStatus());
+    runs.push_back(driver_.Run(step));
+  }
+  const std::string first = "waits for others in the forward of stage 0, micro-batch 0";
+  while (driver_.Describe(1) != first) std::this_thread::yield();
+  for (const uint64_t step : {2, 3}) {
+    while (driver_.Describe(step) == "has not begun") std::this_thread::yield();
+  }
+  EXPECT_EQ(
+      driver_.Describe(3),
+      absl::StrCat("waits for the step before, which waits for the step before, which ", first));
+  for (const uint64_t step : {1, 2, 3}) EXPECT_EQ(driver_.End(step), absl::OkStatus());
+  for (const Future<Message>& run : runs) EXPECT_FALSE(run.Wait().ok());
 }
 
 // They do not keep each other: their end would need a stack for all of them.
