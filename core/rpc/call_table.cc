@@ -4,19 +4,14 @@
 #include <algorithm>
 #include <new>
 #include <utility>
-#include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/status.h"
 #include "core/rpc/call_error.h"
 #include "core/rpc/frame.h"
 
 namespace distgrad {
-namespace {
-
-constexpr char kLate[] = "no answer before the deadline";
-
-}  // namespace
 
 std::optional<int64_t> CallTable::TimeLeft(absl::Time deadline, absl::Time now) {
   if (deadline == absl::InfiniteFuture()) return 0;
@@ -136,7 +131,11 @@ void CallTable::End(Call call, absl::StatusOr<Body> reply) {
 }
 
 void CallTable::EndWithError(Call call, const absl::Status& why) {
-  const absl::Status error = CallError(why, call.function, peers_->Describe(call.to));
+  absl::Status error = why;
+  try {
+    error = CallError(why, call.function, peers_->Describe(call.to));
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): then it names neither
+  }
   End(std::move(call), error);
 }
 
@@ -147,8 +146,7 @@ void CallTable::EndLate(uint64_t number, Link& link, uint64_t bytes) {
     const auto found = calls_.find(number);
     if (found != calls_.end()) late = TakeOut(found);
   }
-  if (late.has_value())
-    return EndEarly(number, *std::move(late), absl::DeadlineExceededError(kLate));
+  if (late.has_value()) return EndEarly(number, *std::move(late), late_);
   // Its own cancel went before its request, and found nothing.
   SendCancel(link, number, bytes);
 }
@@ -161,12 +159,45 @@ void CallTable::SendCancel(Link& link, uint64_t number, uint64_t bytes) {
 }
 
 void CallTable::EndEarly(uint64_t number, Call call, const absl::Status& why) {
-  if (call.has_left) {
-    SendCancel(*call.link, number, call.bytes);
-  } else {
-    call.link->Withdraw(number);
+  try {
+    if (call.has_left) {
+      SendCancel(*call.link, number, call.bytes);
+    } else {
+      call.link->Withdraw(number);
+    }
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nobody waits for it
   }
   EndWithError(std::move(call), why);
+}
+
+void CallTable::EndAll(absl::FunctionRef<bool(uint64_t number, const Call& call)> which,
+                       absl::FunctionRef<void(uint64_t number, Call call)> end) {
+  absl::InlinedVector<std::pair<uint64_t, Call>, 8> taken;
+  for (bool all = false; !all; taken.clear()) {
+    {
+      absl::MutexLock lock(&mu_);
+      const auto count = std::count_if(calls_.begin(), calls_.end(), [&](const auto& each) {
+        return which(each.first, each.second);
+      });
+      try {
+        taken.reserve(static_cast<size_t>(count));
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): some at a time, then
+      }
+      auto it = calls_.begin();
+      while (it != calls_.end() && taken.size() < taken.capacity()) {
+        const auto call = it++;
+        const uint64_t number = call->first;
+        if (which(number, call->second)) taken.emplace_back(number, TakeOut(call));
+      }
+      all = it == calls_.end();
+    }
+    for (auto& [number, call] : taken) {
+      try {
+        end(number, std::move(call));
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): its Done ends all the same
+      }
+    }
+  }
 }
 
 void CallTable::Cancel(uint64_t number) {
@@ -181,21 +212,19 @@ void CallTable::Cancel(uint64_t number) {
 }
 
 void CallTable::EndCallsOver(const Link& link, const absl::Status& why) {
-  std::vector<Call> failed;
   {
     absl::MutexLock lock(&mu_);
     const auto of_link = links_.find(link.number());
     if (of_link == links_.end()) return;
-    for (auto it = calls_.begin(); it != calls_.end() && of_link->second > 0;) {
-      const auto call = it++;
-      if (call->second.link.get() == &link) failed.push_back(TakeOut(call));
-    }
+    const bool has_calls = of_link->second > 0;
     links_.erase(of_link);
+    if (!has_calls) return;
   }
-  for (Call& call : failed) {
-    call.has_left = true;
-    EndWithError(std::move(call), why);
-  }
+  EndAll([&](uint64_t, const Call& call) { return call.link.get() == &link; },
+         [&](uint64_t, Call call) {
+           call.has_left = true;
+           EndWithError(std::move(call), why);
+         });
 }
 
 void CallTable::Close(const absl::Status& why) {
@@ -255,48 +284,37 @@ bool CallTable::SetTimer(const Arming& arming) {
 // as it was replaced: so it does not come back, and what has begun since may have none either.
 void CallTable::EndThoseWithDeadlines(const Arming& arming) {
   if (arming.before.id) clock_->Cancel(*arming.before.id);
-  std::vector<std::pair<uint64_t, Call>> failed;
+  uint64_t last = 0;  // those that begin later have a timer
   {
     absl::MutexLock lock(&mu_);
     if (timer_.number != arming.number) return;  // one that is to fire earlier has taken its place
     timer_ = {};
-    for (auto it = calls_.begin(); it != calls_.end();) {
-      const auto call = it++;
-      if (call->second.deadline == absl::InfiniteFuture()) continue;
-      const uint64_t number = call->first;
-      failed.emplace_back(number, TakeOut(call));
-    }
+    last = last_call_;
   }
-  for (auto& [number, call] : failed) {
-    EndEarly(number, std::move(call),
-             absl::ResourceExhaustedError("there is no memory for the timer of its deadline"));
-  }
+  EndAll(
+      [last](uint64_t number, const Call& call) {
+        return number <= last && call.deadline != absl::InfiniteFuture();
+      },
+      [this](uint64_t number, Call call) { EndEarly(number, std::move(call), no_timer_); });
 }
 
 void CallTable::OnTimer(uint64_t number) {
-  std::vector<std::pair<uint64_t, Call>> late;
+  absl::Time now;
   Arming next;
   {
     absl::MutexLock lock(&mu_);
     if (timer_.number != number) return;  // an earlier one has taken its place
     timer_ = {};
-    const absl::Time now = clock_->Now();
+    now = clock_->Now();
     absl::Time earliest = absl::InfiniteFuture();
-    for (auto it = calls_.begin(); it != calls_.end();) {
-      const auto call = it++;
-      if (call->second.deadline <= now) {
-        const uint64_t call_number = call->first;
-        late.emplace_back(call_number, TakeOut(call));
-      } else {
-        earliest = std::min(earliest, call->second.deadline);
-      }
+    for (const auto& [call_number, call] : calls_) {
+      if (call.deadline > now) earliest = std::min(earliest, call.deadline);
     }
     next = ArmTimer(earliest);
   }
   if (!SetTimer(next)) EndThoseWithDeadlines(next);
-  for (auto& [call_number, call] : late) {
-    EndEarly(call_number, std::move(call), absl::DeadlineExceededError(kLate));
-  }
+  EndAll([now](uint64_t, const Call& call) { return call.deadline <= now; },
+         [this](uint64_t late, Call call) { EndEarly(late, std::move(call), late_); });
 }
 
 size_t CallTable::size() const {

@@ -13,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -82,7 +83,7 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   std::optional<Call> Take(uint64_t number, WorkerRank from);
   // Ends one that was taken, or has not begun.
   void End(Call call, absl::StatusOr<Body> reply);
-  // Does the same with an error that names the call and the worker.
+  // Does the same with an error that names the call and the worker, if there is memory for that.
   void EndWithError(Call call, const absl::Status& why);
 
   // Canceller: ends it with kCancelled, and tells the worker that serves it.
@@ -127,13 +128,21 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   // it any more. Does no harm where the call has ended there, or never came.
   static void SendCancel(Link& link, uint64_t number, uint64_t bytes);
   // Ends one that was taken and has no answer: keeps its request from leaving, or tells the worker
-  // that serves it.
+  // that serves it, unless there is no memory for that.
   void EndEarly(uint64_t number, Call call, const absl::Status& why);
+  // Takes out the calls of which `which` is true, and gives each to `end`. Throws nothing where
+  // there is no memory: that a deadline has passed, or a link is over, is said once.
+  void EndAll(absl::FunctionRef<bool(uint64_t number, const Call& call)> which,
+              absl::FunctionRef<void(uint64_t number, Call call)> end) ABSL_LOCKS_EXCLUDED(mu_);
 
   Clock* const clock_;
   const Limits limits_;
   const std::shared_ptr<TraceRecorder> trace_;
   const std::shared_ptr<const Peers> peers_;
+  // Made before there may be no memory for them.
+  const absl::Status late_ = absl::DeadlineExceededError("no answer before the deadline");
+  const absl::Status no_timer_ =
+      absl::ResourceExhaustedError("there is no memory for the timer of its deadline");
   CallMetrics metrics_;  // synchronizes itself
 
   mutable absl::Mutex mu_;

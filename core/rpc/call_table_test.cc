@@ -211,6 +211,53 @@ TEST_F(CallTableTest, WhereThereIsNoMemoryForATimerThoseThatNeedOneEnd) {
   }
 }
 
+// On the clock's thread, which ends the process if that throws.
+TEST_F(CallTableTest, WhereThereIsNoMemoryADeadlineEndsItsCallsAllTheSame) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const auto table = NewTable({});
+    const auto link = NewLink(*table);
+    int ended = 0;
+    for (const int seconds : {10, 10, 20}) {
+      CallTable::Call call = NewCall(absl::Seconds(seconds));
+      call.done = [&](const absl::StatusOr<Body>&, bool) { ++ended; };
+      Packet request = Request();
+      ASSERT_TRUE(table->Begin(call, link, request).ok());
+    }
+    FailAllocation(nth);
+    clock_.Advance(absl::Seconds(10));
+    failed = FailAllocation(-1);
+    EXPECT_GE(ended, 2);
+    clock_.Advance(absl::Seconds(10));
+    EXPECT_EQ(ended, 3);
+    EXPECT_EQ(table->size(), 0u);
+  }
+}
+
+TEST_F(CallTableTest, WhereThereIsNoMemoryALinkThatIsOverEndsItsCallsAllTheSame) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const auto table = NewTable({});
+    const auto link = NewLink(*table);
+    int ended = 0;
+    for (int i = 0; i < 2; ++i) {
+      CallTable::Call call = NewCall();
+      call.done = [&](const absl::StatusOr<Body>&, bool) { ++ended; };
+      Packet request = Request();
+      ASSERT_TRUE(table->Begin(call, link, request).ok());
+    }
+    const absl::Status why = absl::UnavailableError("it broke");
+    FailAllocation(nth);
+    table->EndCallsOver(*link, why);
+    failed = FailAllocation(-1);
+    EXPECT_EQ(ended, 2);
+    EXPECT_EQ(table->size(), 0u);
+    EXPECT_TRUE(absl::IsAborted(Begin(*table, link).status()));
+  }
+}
+
 TEST_F(CallTableTest, NoneBeginsAfterTheEnd) {
   const auto link = NewLink(*table_);
   ASSERT_TRUE(Begin(*table_, link, absl::Seconds(10)).ok());
