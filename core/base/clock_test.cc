@@ -2,13 +2,16 @@
 #include "core/base/clock.h"
 
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/fake_clock.h"
+#include "core/base/timer_queue.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -44,6 +47,26 @@ TEST(FakeClockTest, TimersOfTheSameTimeKeepTheirOrder) {
   }
   clock.Advance(absl::Seconds(1));
   EXPECT_EQ(fired, (std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7, 8, 9}));
+}
+
+// Its end may call the clock, and so comes without the clock's lock.
+TEST(TimerQueueTest, ACallbackForWhichThereIsNoMemoryStaysWithItsMaker) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    internal::TimerQueue timers;
+    internal::TimerQueue::Callback callback = [] {};
+    FailAllocation(nth);
+    try {
+      timers.Add(absl::UnixEpoch(), std::move(callback));
+    } catch (const std::bad_alloc&) {
+      EXPECT_TRUE(callback != nullptr);
+      EXPECT_EQ(timers.Next(), absl::InfiniteFuture());
+    }
+    failed = FailAllocation(-1);
+    const auto id = timers.Add(absl::UnixEpoch() + absl::Seconds(1), [] {});
+    EXPECT_TRUE(timers.Remove(id) != nullptr);
+  }
 }
 
 TEST(FakeClockTest, APastTimerWaitsForTheNextAdvance) {

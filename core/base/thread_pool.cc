@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
@@ -37,6 +38,7 @@ ThreadPool::ThreadPool(std::string name, size_t size, Clock* clock, Idle idle)
       clock_(clock),
       kept_((idle == Idle::kKeepAll ? size : 0) + kSpareThreads) {
   DG_CHECK(size_ >= 1) << "pool " << name_;
+  parked_.reserve(kept_);  // a thread that parks cannot say that there is no memory
 }
 
 ThreadPool::~ThreadPool() { Join(); }
@@ -75,9 +77,12 @@ bool ThreadPool::ScheduleInline(Task task, const void* work) {
   if (loop == nullptr || !loop->CanRunDeferred(work) || !TakeSlotForBorrowed()) {
     return Schedule(std::move(task));
   }
+  // Should there be no memory for the rest.
+  absl::Cleanup give_slot_back = [this] { RunBorrowed([] {}, /*stays=*/false); };
   const bool stays = work == nullptr;
   loop->RunDeferred(
       [this, task = std::move(task), stays]() mutable { RunBorrowed(std::move(task), stays); });
+  std::move(give_slot_back).Cancel();
   return true;
 }
 
@@ -195,12 +200,7 @@ bool ThreadPool::FillSlot() {
     parked_.pop_back();
     return true;
   }
-  absl::Status started;
-  try {
-    started = StartOne();
-  } catch (const std::bad_alloc&) {
-    started = absl::ResourceExhaustedError("");
-  }
+  const absl::Status started = StartOne();
   if (started.ok()) {
     short_of_threads_ = false;
     return true;
@@ -228,20 +228,23 @@ void ThreadPool::RetryLater() {
 }
 
 absl::Status ThreadPool::StartOne() {
-  if (threads_.size() >= size_ + kMostSpareThreads) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("all but ", size_, " of them wait for others, and it starts no more than ",
-                     kMostSpareThreads, " of those"));
+  try {
+    if (threads_.size() >= size_ + kMostSpareThreads) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("all but ", size_, " of them wait for others, and it starts no more than ",
+                       kMostSpareThreads, " of those"));
+    }
+    // Its place is made before, for one that runs has to be kept.
+    Threads starting(1);
+    const Threads::iterator self = starting.begin();
+    DG_ASSIGN_OR_RETURN(
+        *self, StartThread(absl::StrCat(name_, "-", started_), [this, self] { Run(self); }));
+    threads_.splice(threads_.end(), starting);
+    ++started_;
+    return absl::OkStatus();
+  } catch (const std::bad_alloc&) {
+    return absl::Status(absl::StatusCode::kResourceExhausted, "");  // which needs none
   }
-  // Its place is made before, for one that runs has to be kept; and where it waits for tasks.
-  parked_.reserve(std::min(kept_, threads_.size() + 1));
-  Threads starting(1);
-  const Threads::iterator self = starting.begin();
-  DG_ASSIGN_OR_RETURN(*self,
-                      StartThread(absl::StrCat(name_, "-", started_), [this, self] { Run(self); }));
-  threads_.splice(threads_.end(), starting);
-  ++started_;
-  return absl::OkStatus();
 }
 
 void ThreadPool::OnBlocked() {

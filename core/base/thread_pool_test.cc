@@ -424,6 +424,63 @@ TEST(NoThreadsTest, ATaskThatFindsNoMemoryLeavesThePoolAsItWas) {
   }
 }
 
+// Nor does one that is started, and finds none, keep a slot.
+TEST(NoThreadsTest, AStartThatFindsNoMemoryLeavesThePoolAsItWas) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    ThreadPool pool("memory", 1);
+    FailAllocation(nth);
+    const absl::Status started = pool.Start();
+    failed = FailAllocation(-1);
+    EXPECT_EQ(started.code(),
+              failed ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kOk);
+    bool ran = false;
+    EXPECT_TRUE(pool.Schedule([&] { ran = true; }));
+    pool.Join();
+    EXPECT_TRUE(ran);
+  }
+}
+
+TEST(NoThreadsTest, ATaskForALoopThatFindsNoMemoryKeepsNoSlot) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    IdleLoop loop;
+    ThreadPool pool("memory", 1);
+    std::atomic<int> ran{0};
+    int taken = 0;
+    auto deferred = loop.Handle([&] {
+      FailAllocation(nth);
+      try {
+        taken += pool.ScheduleInline([&] { ++ran; }, nullptr);
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
+      }
+      failed = FailAllocation(-1);
+    });
+    if (deferred != nullptr) deferred();
+    taken += pool.Schedule([&] { ++ran; });
+    pool.Join();
+    EXPECT_EQ(ran, taken);
+    EXPECT_EQ(taken, failed ? 1 : 2);
+  }
+}
+
+// An exception there would end the process.
+TEST(NoThreadsTest, AThreadThatHasNothingToDoNeedsNoMemory) {
+  ThreadPool pool("memory", 1);
+  absl::Notification ran;
+  ASSERT_TRUE(pool.Schedule([] { FailAllocation(0); }));
+  // Taken once the thread has given its slot back.
+  while (!pool.ScheduleNow([&] {
+    FailAllocation(-1);
+    ran.Notify();
+  })) {
+    std::this_thread::yield();
+  }
+  ran.WaitForNotification();
+}
+
 TEST(NoThreadsTest, APoolThatIsStartedTakesAllAndRunsItLater) {
   ThreadPool pool("p", 2);
   ASSERT_TRUE(pool.Start().ok());

@@ -20,13 +20,12 @@ class TimerQueue {
   using Id = uint64_t;  // Clock::TimerId
   using Callback = absl::AnyInvocable<void()>;
 
-  Id Add(absl::Time when, Callback callback) {
+  // Where there is no memory the callback stays with the caller.
+  Id Add(absl::Time when, Callback&& callback) {
     const Id id = ++last_id_;
-    const auto timer = timers_.emplace(std::make_pair(when, id), std::move(callback)).first;
-    absl::Cleanup take_out = [&] {
-      timers_.erase(timer);
-    };  // should there be no memory for the rest
-    when_.emplace(id, when);
+    const auto added = when_.emplace(id, when).first;
+    absl::Cleanup take_out = [&] { when_.erase(added); };
+    timers_.emplace(std::make_pair(when, id), std::move(callback));
     std::move(take_out).Cancel();
     return id;
   }

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "core/base/check.h"
@@ -192,7 +193,10 @@ bool Loop::HasSuccessor() {
     if (own_ > 1) return true;
     ++own_;
   }
-  if (threads_.ScheduleNow([this] { Work(); })) return true;
+  try {
+    if (threads_.ScheduleNow([this] { Work(); })) return true;
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as where there is no thread
+  }
   absl::MutexLock lock(&mu_);
   --own_;
   return false;
