@@ -55,12 +55,13 @@ TEST(TimerQueueTest, ACallbackForWhichThereIsNoMemoryStaysWithItsMaker) {
   for (int nth = 0; failed; ++nth) {
     SCOPED_TRACE(nth);
     internal::TimerQueue timers;
-    internal::TimerQueue::Callback callback = [] {};
+    std::vector<internal::TimerQueue::Callback> callbacks(1);
+    callbacks[0] = [] {};
     FailAllocation(nth);
     try {
-      timers.Add(absl::UnixEpoch(), std::move(callback));
+      timers.Add(absl::UnixEpoch(), std::move(callbacks[0]));
     } catch (const std::bad_alloc&) {
-      EXPECT_TRUE(callback != nullptr);
+      EXPECT_TRUE(callbacks[0] != nullptr);
       EXPECT_EQ(timers.Next(), absl::InfiniteFuture());
     }
     failed = FailAllocation(-1);
