@@ -1,7 +1,6 @@
 // Gives slots to threads, replaces those that block, and asks again for threads refused.
 #include "core/base/thread_pool.h"
 
-#include <algorithm>
 #include <new>
 #include <utility>
 
