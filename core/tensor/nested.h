@@ -1,4 +1,4 @@
-// Values that hold tensors: a tensor, std::vector, std::map, std::pair, std::tuple and
+// Values that hold tensors: a tensor, std::vector, std::array, std::map, std::pair, std::tuple and
 // std::optional of them, in one another to any depth. The types stay the user's own, so what a
 // module takes and returns is what its forward says. Anything else is a plain value, which is
 // copied.
@@ -10,6 +10,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <map>
 #include <optional>
@@ -73,20 +75,38 @@ struct Nested<std::vector<T>> {
   }
 };
 
-template <typename K, typename T>
-struct Nested<std::map<K, T>> {
+template <typename T, size_t N>
+struct Nested<std::array<T, N>> {
   static constexpr bool kTensors = Nested<T>::kTensors;
   template <typename F>
-  static void Visit(const std::map<K, T>& map, F& f) {
+  static void Visit(const std::array<T, N>& array, F& f) {
+    for (const T& item : array) Nested<T>::Visit(item, f);
+  }
+  template <typename F>
+  static std::array<T, N> Map(const std::array<T, N>& array, F& f) {
+    std::array<T, N> result = array;
+    for (T& item : result) item = Nested<T>::Map(item, f);
+    return result;
+  }
+  static bool Alike(const std::array<T, N>& a, const std::array<T, N>& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), Nested<T>::Alike);
+  }
+};
+
+template <typename K, typename T, typename Compare>
+struct Nested<std::map<K, T, Compare>> {
+  static constexpr bool kTensors = Nested<T>::kTensors;
+  template <typename F>
+  static void Visit(const std::map<K, T, Compare>& map, F& f) {
     for (const auto& [key, item] : map) Nested<T>::Visit(item, f);
   }
   template <typename F>
-  static std::map<K, T> Map(const std::map<K, T>& map, F& f) {
-    std::map<K, T> result;
+  static std::map<K, T, Compare> Map(const std::map<K, T, Compare>& map, F& f) {
+    std::map<K, T, Compare> result(map.key_comp());
     for (const auto& [key, item] : map) result.emplace(key, Nested<T>::Map(item, f));
     return result;
   }
-  static bool Alike(const std::map<K, T>& a, const std::map<K, T>& b) {
+  static bool Alike(const std::map<K, T, Compare>& a, const std::map<K, T, Compare>& b) {
     if (a.size() != b.size()) return false;
     for (auto x = a.begin(), y = b.begin(); x != a.end(); ++x, ++y) {
       if (x->first != y->first || !Nested<T>::Alike(x->second, y->second)) return false;

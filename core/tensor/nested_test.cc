@@ -4,6 +4,8 @@
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <functional>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -42,6 +44,25 @@ TEST(NestedTest, ItsTensorsComeInOrderAndGoBackToTheirPlaces) {
   EXPECT_EQ(map.at("a")->item<double>(), 40);
   EXPECT_FALSE(map.at("b").has_value());
   EXPECT_EQ(std::get<0>(batch).item<double>(), 1) << "it was not written to";
+}
+
+TEST(NestedTest, ArraysAndMapsOfAnyOrderHoldTensors) {
+  using Map = std::map<std::string, at::Tensor, std::greater<>>;
+  const std::pair<std::array<at::Tensor, 2>, Map> value{{Number(1), Number(2)},
+                                                        {{"a", Number(4)}, {"b", Number(3)}}};
+  std::vector<at::Tensor> tensors = TensorsOf(value);
+  ASSERT_EQ(tensors.size(), 4u);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    EXPECT_EQ(tensors[i].item<double>(), static_cast<double>(i) + 1);
+    tensors[i] = tensors[i].mul(10);
+  }
+  const auto [array, map] = WithTensors(value, tensors);
+  EXPECT_EQ(array[1].item<double>(), 20);
+  EXPECT_EQ(map.at("a").item<double>(), 40);
+  using Of = Nested<Map>;
+  EXPECT_TRUE(Of::kTensors);
+  EXPECT_TRUE(Of::Alike(value.second, map));
+  EXPECT_FALSE(Of::Alike(value.second, Map{{"a", Number(4)}}));
 }
 
 TEST(NestedTest, TensorsOfAnotherNumberAreRefused) {
