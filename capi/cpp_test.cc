@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -458,6 +459,14 @@ TEST(CppTest, TracesAndSeveralWorkers) {
     EXPECT_LT(x.data<float>()[0], before);
     EXPECT_EQ(CodeOf([&] { local.SetWorkers({"worker0"}); }), DG_FAILED_PRECONDITION);
   }
+  // Those of a worker that was moved from are none, and no local ones.
+  const std::string another = rendezvous + ".another";
+  options.rendezvous = dg::Str(another);
+  const auto moved = std::make_unique<dg::Worker>(options);
+  const dg::Worker kept = std::move(*moved);
+  EXPECT_EQ(CodeOf([&] { dg::Optimizer(*moved, "", {x}, sgd); }), DG_INVALID_ARGUMENT);
+  EXPECT_EQ(CodeOf([&] { dg::Optimizer::Adam(*moved, "", {x}); }), DG_INVALID_ARGUMENT);
+  EXPECT_EQ(CodeOf([&] { dg::Optimizer::AdamW(*moved, "", {x}); }), DG_INVALID_ARGUMENT);
 }
 
 TEST(CppTest, FilesAndCheckpoints) {

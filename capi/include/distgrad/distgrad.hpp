@@ -1072,14 +1072,14 @@ class Optimizer {
  public:
   Optimizer(Worker& worker, std::string_view name, const std::vector<Tensor>& parameters,
             const dg_sgd_options& options)
-      : Optimizer(dg_optimizer_create_sgd, worker.get(), name, parameters, options) {}
+      : Optimizer(dg_optimizer_create_sgd, HandleOf(worker), name, parameters, options) {}
   // Without a worker it is a local one, for the step of a pipeline's stage.
   Optimizer(const std::vector<Tensor>& parameters, const dg_sgd_options& options)
       : Optimizer(dg_optimizer_create_sgd, nullptr, {}, parameters, options) {}
   static Optimizer Adam(Worker& worker, std::string_view name,
                         const std::vector<Tensor>& parameters,
                         const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
-    return Optimizer(dg_optimizer_create_adam, worker.get(), name, parameters, options);
+    return Optimizer(dg_optimizer_create_adam, HandleOf(worker), name, parameters, options);
   }
   static Optimizer Adam(const std::vector<Tensor>& parameters,
                         const dg_adam_options& options = DG_ADAM_OPTIONS_INIT) {
@@ -1088,7 +1088,7 @@ class Optimizer {
   static Optimizer AdamW(Worker& worker, std::string_view name,
                          const std::vector<Tensor>& parameters,
                          const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
-    return Optimizer(dg_optimizer_create_adamw, worker.get(), name, parameters, options);
+    return Optimizer(dg_optimizer_create_adamw, HandleOf(worker), name, parameters, options);
   }
   static Optimizer AdamW(const std::vector<Tensor>& parameters,
                          const dg_adam_options& options = DG_ADAMW_OPTIONS_INIT) {
@@ -1156,6 +1156,11 @@ class Optimizer {
   dg_optimizer* get() const noexcept { return handle_.get(); }
 
  private:
+  // One that was moved from is none, with which the library would make a local optimizer.
+  static dg_worker* HandleOf(const Worker& worker) {
+    if (worker.get() != nullptr) return worker.get();
+    throw Error(DG_INVALID_ARGUMENT, "worker is NULL, and has to be a valid dg_worker");
+  }
   template <typename Function, typename Options>
   Optimizer(Function create, dg_worker* worker, std::string_view name,
             const std::vector<Tensor>& parameters, const Options& options) {
