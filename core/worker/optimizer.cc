@@ -127,15 +127,11 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
   return replies;
 }
 
-absl::Status Optimizer::CheckIsThere() const {
-  if (!local_->removed()) return absl::OkStatus();
-  return absl::NotFoundError(absl::StrCat(Describe(worker_, name_), " was removed"));
-}
-
 absl::Status Optimizer::CheckMayAsk() const {
   DG_RETURN_IF_ERROR(CheckMayAwaitStep());
   // There may be another one of that name by now.
-  return CheckIsThere();
+  if (!local_->removed()) return absl::OkStatus();
+  return absl::NotFoundError(absl::StrCat(Describe(worker_, name_), " was removed"));
 }
 
 absl::StatusOr<ContextRecord*> Optimizer::RecordOf(const Context& context) const {
@@ -145,12 +141,12 @@ absl::StatusOr<ContextRecord*> Optimizer::RecordOf(const Context& context) const
 }
 
 absl::StatusOr<std::vector<StateTensor>> Optimizer::State() const {
-  DG_RETURN_IF_ERROR(CheckIsThere());
+  DG_RETURN_IF_ERROR(CheckMayAsk());
   return local_->State();
 }
 
 absl::Status Optimizer::LoadState(const std::vector<StateTensor>& state) {
-  DG_RETURN_IF_ERROR(CheckIsThere());
+  DG_RETURN_IF_ERROR(CheckMayAsk());
   return local_->LoadState(state);
 }
 
@@ -170,7 +166,7 @@ absl::Status Optimizer::Load(const std::string& path, const TensorMap& parameter
 }
 
 absl::Status Optimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use) const {
-  DG_RETURN_IF_ERROR(CheckIsThere());
+  DG_RETURN_IF_ERROR(CheckMayAsk());
   return local_->Use(use);
 }
 

@@ -58,7 +58,8 @@ class Optimizer {
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. Returns
   // the first error, by worker; kNotFound for a worker that has no part. This and the methods below
-  // fail with kFailedPrecondition in a post-accumulate hook, which must not wait for a step.
+  // fail with kFailedPrecondition in a post-accumulate hook, which must not wait for a step; only
+  // Remove() must not be called there.
   absl::Status Step(const Context& context);
 
   // Sets the learning rate of all parameters of all parts, from the next step on, for schedules.
@@ -100,9 +101,7 @@ class Optimizer {
  private:
   Optimizer(Worker* worker, absl::string_view name, std::shared_ptr<LocalOptimizer> local);
 
-  // kNotFound, with its name, once it is removed.
-  absl::Status CheckIsThere() const;
-  // What each step, and each change of what a step does, begins with.
+  // What all that may wait for a step begins with. kNotFound, with its name, once it is removed.
   absl::Status CheckMayAsk() const;
   // Does that for a local one, and returns the record of the context, which has to be valid.
   absl::StatusOr<ContextRecord*> RecordOf(const Context& context) const;

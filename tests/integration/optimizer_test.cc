@@ -362,7 +362,9 @@ TEST(OptimizerStepTest, APostAccumulateHookCannotWaitForOne) {
       w, std::make_unique<Hook>([&] {
         ++hooks;
         for (const absl::Status& status :
-             {optimizer->Step(context), local->Step(context), local->SetLearningRate(1)}) {
+             {optimizer->Step(context), local->Step(context), local->SetLearningRate(1),
+              local->State().status(), local->LoadState({}), local->Save({}, "none"),
+              local->Load("none", {})}) {
           EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
         }
       }));
