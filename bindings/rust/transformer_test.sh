@@ -24,6 +24,13 @@ refuse() {
 echo "== errors"
 refuse --checkpoint --resume
 refuse --in-flight --in-flight=0
+refuse --in-flight --in-flight=9
+echo >file
+refuse "cannot write to file: " --output=file
+refuse "what is --help? transformer FILE" --help
+refuse "what is other.txt?" other.txt
+refuse "--width lacks its value" --width
+refuse --width --width 33
 refuse --width --width=33
 
 echo "== steps in flight are those of one at a time"
@@ -79,14 +86,20 @@ stop 60 kill_second
 ((status == 1)) || fail "status $status: $rest"
 grep -q "replica0\.1" <<<"$rest" || fail "the lost worker is not named: $rest"
 refuse --resume --checkpoint=stopped.saved
+cp -r stopped.saved three.saved
 refuse --batch=8 --batch=16 --checkpoint=stopped.saved --resume
 resume --schedule=gpipe
 "$tool" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"
 losses_from() { tail -n +$(($2 + 1)) "$1/training.csv"; }
 cmp <(losses_from whole $((first + 1))) <(losses_from stopped 1) || fail "the losses differ"
 
+cp stopped/training.csv before.csv
+resume
+cmp before.csv stopped/training.csv || fail "a run that was over has taken its table"
+
 echo "== other stages go on from there"
-resume --stages=3
+resume --stages=3 --output=three --checkpoint=three.saved
+[[ $(tail -n 1 three/training.csv) == 60,* ]] || fail "the table: $(cat three/training.csv)"
 grep -q "^test loss" said || fail "said $(cat said)"
 
 echo "== Ctrl-C ends replicas after the same step, and saves"

@@ -157,12 +157,11 @@ impl Front<'_> {
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let options = Options::read()?;
+    let job = Job::start(&["front", "back"])?;
     if options.checkpoint.is_some() {
-        // It comes to both processes, and the back one is needed for a last checkpoint.
+        // Ctrl-C comes to both processes, and the back one is needed for a last checkpoint.
         interrupt::catch();
     }
-
-    let job = Job::start(&["front", "back"])?;
     let layer = match job.is_first() {
         true => Linear::new(PIXELS, HIDDEN)?,
         false => Linear::new(HIDDEN, CLASSES)?,

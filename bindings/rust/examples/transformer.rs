@@ -298,11 +298,13 @@ fn report(
 ) -> std::result::Result<(), Box<dyn Error>> {
     let (output, test, sample) = (&leader.options.output, leader.test()?, leader.write()?);
     println!("{sample}");
-    fs::create_dir_all(output)?;
     let rows = losses.iter().zip(first + 1..).map(|(loss, step)| format!("{step},{loss}\n"));
     let table: String = rows.collect();
-    fs::write(format!("{output}/training.csv"), format!("step,loss\n{table}"))?;
-    fs::write(format!("{output}/training.svg"), picture(losses))?;
+    // None were taken where the last one was taken before.
+    if !losses.is_empty() {
+        fs::write(format!("{output}/training.csv"), format!("step,loss\n{table}"))?;
+        fs::write(format!("{output}/training.svg"), picture(losses))?;
+    }
     fs::write(format!("{output}/sample.txt"), sample)?;
     println!("test loss {test:.3}; {output}/ has the table, the picture and the sample");
     if first == 0 {
@@ -333,8 +335,6 @@ fn picture(losses: &[f32]) -> String {
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let options = Options::read()?;
-    // It comes to all processes, which are needed until the steps in flight are over, and saved.
-    interrupt::catch();
     let text = Text::load(&options.file, options.context)?;
     let shape = Shape {
         tokens: text.alphabet(),
@@ -349,6 +349,8 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
 
     let job = Job::start(&names)?;
+    // Ctrl-C comes to all processes, which are needed until the steps in flight are over, and saved.
+    interrupt::catch();
     let worker = &job.worker;
     let place = worker.rank() as usize;
     let (replica, rank) = (place / options.stages, place % options.stages);
@@ -394,6 +396,10 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             replica,
             checkpoints,
         };
+        let output = &options.output;
+        if replica == 0 {
+            fs::create_dir_all(output).map_err(|e| format!("cannot write to {output}: {e}"))?;
+        }
         let first = part.taken.load(Ordering::Relaxed);
         let losses = leader.train(first)?;
         interrupted = first + losses.len() < options.steps;

@@ -3,6 +3,10 @@ use crate::checkpoints;
 use distgrad::{Action, ActionKind, CheckpointValues, Schedule};
 use std::{env, error::Error};
 
+const USAGE: &str = "transformer FILE [--OPTION=VALUE...]: the options stand in transformer.rs; \
+    --width is a multiple of 4, --batch one of --replicas, and each replica has --micro-batches rows \
+    or more; --in-flight is 8 at most; --resume needs --checkpoint";
+
 /// What it says, each option with a default.
 pub struct Options {
     pub file: String,
@@ -43,25 +47,38 @@ impl Options {
             every: 100,
             resume: false,
         };
-        for argument in env::args().skip(1) {
-            let Some((name, value)) = argument.split_once('=') else {
-                match argument.as_str() {
-                    "--resume" => options.resume = true,
-                    _ => options.file = argument,
+        let mut arguments = env::args().skip(1);
+        while let Some(argument) = arguments.next() {
+            let unknown = || format!("what is {argument}? {USAGE}");
+            if !argument.starts_with("--") {
+                if !options.file.is_empty() {
+                    return Err(unknown().into());
                 }
+                options.file = argument;
                 continue;
+            }
+            let (name, inline) = match argument.split_once('=') {
+                Some((name, value)) => (name, Some(value.to_string())),
+                None => (argument.as_str(), None),
+            };
+            let mut value = || {
+                inline.clone().or_else(|| arguments.next()).ok_or(format!("{name} lacks its value"))
             };
             let number = match name {
+                "--resume" if inline.is_none() => {
+                    options.resume = true;
+                    continue;
+                }
                 "--schedule" => {
-                    options.schedule = value.into();
+                    options.schedule = value()?;
                     continue;
                 }
                 "--output" => {
-                    options.output = value.into();
+                    options.output = value()?;
                     continue;
                 }
                 "--checkpoint" => {
-                    options.checkpoint = Some(value.into());
+                    options.checkpoint = Some(value()?);
                     continue;
                 }
                 "--stages" => &mut options.stages,
@@ -75,9 +92,10 @@ impl Options {
                 "--context" => &mut options.context,
                 "--sample" => &mut options.sample,
                 "--every" => &mut options.every,
-                _ => return Err(format!("what is {name}?").into()),
+                _ => return Err(unknown().into()),
             };
-            *number = value.parse().ok().filter(|n| *n > 0).ok_or(format!("{argument}?"))?;
+            let value = value()?;
+            *number = value.parse().ok().filter(|n| *n > 0).ok_or(format!("{name}={value}?"))?;
         }
         options.check()?;
         Ok(options)
@@ -88,12 +106,9 @@ impl Options {
             && self.batch.is_multiple_of(self.replicas)
             && self.batch / self.replicas >= self.micro_batches
             && self.width.is_multiple_of(4)
+            && self.in_flight <= 8
             && (self.checkpoint.is_some() || !self.resume);
         if !fits {
-            const USAGE: &str =
-                "transformer FILE [--OPTION=VALUE...]: --width is a multiple of 4, \
-                --batch one of --replicas, and each replica has --micro-batches rows or more; \
-                --resume needs --checkpoint";
             return Err(USAGE.into());
         }
         let stages = self.schedule()?.data()?.rank_of_stage.len();
