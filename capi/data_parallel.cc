@@ -49,12 +49,6 @@ absl::StatusOr<std::vector<c10::Device>> ToSomeDevices(const dg_str* names, size
 
 // -------------------------------------------------------------------------------------- Tensors
 
-std::vector<OwnedHandle<TensorObject>> NewTensorHandles(const TensorVector& tensors) {
-  std::vector<OwnedHandle<TensorObject>> handles;
-  for (const at::Tensor& tensor : tensors) handles.emplace_back(NewTensorHandle(tensor));
-  return handles;
-}
-
 // Hands them out, when all of them are there.
 void HandOut(std::vector<OwnedHandle<TensorObject>> handles, dg_tensor** outs) {
   for (OwnedHandle<TensorObject>& handle : handles) *outs++ = handle.release();

@@ -99,6 +99,7 @@ absl::StatusOr<std::vector<at::Tensor>> PinTensors(const dg_tensor* const* handl
                                                    bool allow_null, absl::string_view name);
 // Returns NULL for an undefined one. Throws if memory is out.
 dg_tensor* NewTensorHandle(const at::Tensor& tensor);
+std::vector<OwnedHandle<TensorObject>> NewTensorHandles(const std::vector<at::Tensor>& tensors);
 
 absl::StatusOr<c10::Device> ToDevice(dg_str name, absl::string_view what);
 

@@ -84,7 +84,8 @@ absl::StatusOr<c10::IValue> FromValue(const dg_value& value) {
 
 const dg_tensor* Keep(const at::Tensor& tensor, ValuesObject& to) {
   if (!tensor.defined()) return nullptr;
-  return to.tensors.emplace_back(NewTensorHandle(tensor)).get();
+  OwnedHandle<TensorObject> handle(NewTensorHandle(tensor));
+  return to.tensors.emplace_back(std::move(handle)).get();
 }
 
 absl::StatusOr<dg_value> ToList(const c10::IValue& value, ValuesObject& to) {
@@ -243,9 +244,7 @@ dg_error* dg_op_tensors(dg_str op, const dg_value* arguments, size_t argument_co
           absl::StrCat(name, ": its results are ", tensors->size(), " tensors, not ", out_count));
     }
     // All or nothing.
-    std::vector<OwnedHandle<TensorObject>> handles;
-    handles.reserve(out_count);
-    for (const at::Tensor& tensor : *tensors) handles.emplace_back(NewTensorHandle(tensor));
+    std::vector<OwnedHandle<TensorObject>> handles = NewTensorHandles(*tensors);
     for (size_t i = 0; i < out_count; ++i) outs[i] = handles[i].release();
     return absl::OkStatus();
   });

@@ -175,11 +175,8 @@ class RunningScope {
 // Tensors for a function to borrow.
 class LentTensors {
  public:
-  explicit LentTensors(const Tensors& tensors) {
-    for (const at::Tensor& tensor : tensors) {
-      handles_.emplace_back(NewTensorHandle(tensor));
-      pointers_.push_back(handles_.back().get());
-    }
+  explicit LentTensors(const Tensors& tensors) : handles_(NewTensorHandles(tensors)) {
+    for (const auto& handle : handles_) pointers_.push_back(handle.get());
   }
   const dg_tensor* const* data() const { return pointers_.data(); }
   size_t size() const { return pointers_.size(); }

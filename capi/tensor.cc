@@ -217,6 +217,13 @@ dg_tensor* NewTensorHandle(const at::Tensor& tensor) {
   return tensor.defined() ? NewHandle<TensorObject>(tensor) : nullptr;
 }
 
+std::vector<OwnedHandle<TensorObject>> NewTensorHandles(const std::vector<at::Tensor>& tensors) {
+  std::vector<OwnedHandle<TensorObject>> handles;
+  handles.reserve(tensors.size());  // before there is one that its place would have to keep
+  for (const at::Tensor& tensor : tensors) handles.emplace_back(NewTensorHandle(tensor));
+  return handles;
+}
+
 }  // namespace distgrad
 
 using namespace distgrad;

@@ -15,6 +15,7 @@
 #include <optional>
 #include <system_error>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -85,6 +86,7 @@ absl::StatusOr<std::vector<std::pair<std::string, Name>>> Ours(const std::string
   if (open == nullptr) {
     return ErrnoStatus(errno, absl::StrCat("reading the folder of checkpoints ", folder));
   }
+  const absl::Cleanup close = [open] { closedir(open); };
   std::vector<std::pair<std::string, Name>> ours;
   int error = 0;
   while (true) {
@@ -107,7 +109,6 @@ absl::StatusOr<std::vector<std::pair<std::string, Name>>> Ours(const std::string
     // A link would lead elsewhere, and be removed as a folder.
     if (S_ISDIR(is.st_mode)) ours.emplace_back(path, *name);
   }
-  closedir(open);
   if (error != 0) {
     return ErrnoStatus(error, absl::StrCat("reading the folder of checkpoints ", folder));
   }
