@@ -101,5 +101,44 @@ TEST(DriverNoMemoryTest, TheNextStepIsAsGoodAsAny) {
   }
 }
 
+// Of the thread on which a rank hears of two steps, of which the second comes behind the first:
+// none is left that would never end.
+TEST(RankNoMemoryTest, TheNextStepIsAsGoodAsAny) {
+  Cluster cluster({.workers = 1, .thread_count = 1});
+  // On the one thread of the worker.
+  ASSERT_EQ(cluster[0].Register("fail",
+                                [](Request& r) -> absl::StatusOr<Message> {
+                                  FailAllocation(std::stoi(r.message.payload));
+                                  return Message{};
+                                }),
+            absl::OkStatus());
+  const auto fail = [&](int nth) {
+    cluster[0].Call(0, "fail", {absl::StrCat(nth), {}}).status().IgnoreError();
+  };
+  auto stages =
+      *PipelineStages::Create(&cluster[0], "model",
+                              {{0,
+                                {.forward = [w = at::ones({1}).requires_grad_(true)](
+                                                Tensors in) -> Tensors { return {in[0] * w}; },
+                                 .loss = [](Tensors out, Tensors) { return out[0].sum(); },
+                                 .targets = 0}}});
+  const auto pipeline = *Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {WorkerName(0)}, .schedule = *GPipe(1, 1)});
+  const Context context = cluster[0].NewContext();
+  for (int nth = 0; nth < 150 && !HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    const auto start = [&] { return pipeline->Start(context, {at::ones({1, 1})}, {}); };
+    fail(nth);
+    absl::StatusOr<PipelineStep> first = start();
+    absl::StatusOr<PipelineStep> second = start();
+    fail(-1);
+    if (first.ok()) first->Wait().status().IgnoreError();
+    if (second.ok()) second->Wait().status().IgnoreError();
+    const absl::StatusOr<PipelineResult> next = pipeline->Train(context, {at::ones({1, 1})}, {});
+    EXPECT_EQ(next.status(), absl::OkStatus());
+  }
+  EXPECT_TRUE(stages->Close(Deadline::After(absl::Seconds(30))));
+}
+
 }  // namespace
 }  // namespace distgrad
