@@ -39,7 +39,7 @@ class RecordingOwner : public Link::Owner {
   std::function<void(Link&, const std::string&)> on_packet;
   bool leaves = true;
   std::vector<std::string> packets;
-  std::shared_ptr<Link> last;
+  std::weak_ptr<Link> last;  // which holds its owner
   int bulk_wanted = 0;
   std::vector<absl::Status> closed;
   bool was_there = false;
@@ -163,7 +163,7 @@ TEST_F(LinkTest, WhatComesOnABulkLinkCountsForItsMainOne) {
   bulk->SetMain(main);
   bulk->OnPacket(Text("a"));
   EXPECT_THAT(owner_->packets, ElementsAre("a"));
-  EXPECT_EQ(owner_->last, main);
+  EXPECT_EQ(owner_->last.lock(), main);
   main->Drop();
   bulk->OnPacket(Text("b"));
   EXPECT_THAT(owner_->packets, ElementsAre("a"));
