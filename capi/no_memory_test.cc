@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <climits>
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -38,6 +39,11 @@ std::set<std::string>& Tested() {
 }
 
 dg_str ToStr(const std::string& text) { return {text.data(), text.size()}; }
+
+std::ptrdiff_t Descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return std::distance(begin(all), end(all));
+}
 
 void ExpectOk(dg_error* error) {
   const dg_str message = dg_error_message(error);
@@ -274,19 +280,47 @@ TEST_F(NoMemoryTest, Operators) {
       [](dg_tensor* made) { dg_tensor_destroy(made); });
 }
 
+// What refers to a tensor's memory keeps it from being given back.
+TEST_F(NoMemoryTest, ViewsOfATensor) {
+  std::array<float, 2> memory = {1, 2};
+  const std::array<int64_t, 1> shape = {2};
+  bool given_back = false;
+  dg_tensor* tensor = nullptr;
+  ExpectOk(dg_tensor_from_memory(
+      memory.data(), DG_FLOAT32, shape.data(), nullptr, 1, &given_back,
+      [](void* user_data) { *static_cast<bool*>(user_data) = true; }, &tensor));
+  const std::array<dg_value, 1> arguments = {dg_value_tensor(tensor)};
+  FailEachAllocation<dg_values>(
+      "dg_op_call",
+      [&](dg_values** out) { return dg_op_call(DG_STR("aten::alias"), arguments.data(), 1, out); },
+      [](dg_values* made) { dg_values_destroy(made); });
+  const std::array<dg_str, 2> devices = {DG_STR("cpu"), DG_STR("cpu")};
+  dg_tensor* parts[2] = {};
+  FailEachAllocation<dg_tensor>(
+      "dg_scatter",
+      [&](dg_tensor** out) {
+        size_t count = 0;
+        dg_error* const error =
+            dg_scatter(tensor, devices.data(), devices.size(), 0, nullptr, parts, &count);
+        if (error == nullptr) *out = parts[0];
+        return error;
+      },
+      [&](dg_tensor*) {
+        for (dg_tensor* const part : parts) dg_tensor_destroy(part);
+      });
+  dg_tensor_destroy(tensor);
+  EXPECT_TRUE(given_back);
+}
+
 TEST_F(NoMemoryTest, SmallObjects) {
   FailEachAllocation<dg_context>(
       "dg_context_create", [&](dg_context** out) { return dg_context_create(worker_, out); },
       [](dg_context* made) { dg_context_destroy(made); });
-  const auto descriptors = [] {
-    const std::filesystem::directory_iterator all("/proc/self/fd");
-    return std::distance(begin(all), end(all));
-  };
-  const auto before = descriptors();
+  const auto before = Descriptors();
   FailEachAllocation<dg_completions>(
       "dg_completions_create", [](dg_completions** out) { return dg_completions_create(out); },
       [](dg_completions* made) { dg_completions_destroy(made); });
-  EXPECT_EQ(descriptors(), before);
+  EXPECT_EQ(Descriptors(), before);
   FailEachAllocation<dg_cancellation>(
       "dg_cancellation_create", [](dg_cancellation** out) { return dg_cancellation_create(out); },
       [](dg_cancellation* made) { dg_cancellation_destroy(made); });
@@ -340,12 +374,14 @@ TEST_F(NoMemoryTest, Checkpoints) {
         dg_checkpoint_part_destroy(made);
       });
   const std::string folder = folder_ + "/checkpoints";
+  const auto before = Descriptors();
   FailEachAllocation<dg_checkpoint_manager>(
       "dg_checkpoint_manager_create",
       [&](dg_checkpoint_manager** out) {
         return dg_checkpoint_manager_create(worker_, ToStr(folder), nullptr, out);
       },
       [](dg_checkpoint_manager* made) { dg_checkpoint_manager_destroy(made); });
+  EXPECT_EQ(Descriptors(), before);
 
   dg_checkpoint_part* part = nullptr;
   dg_checkpoint_manager* manager = nullptr;
@@ -564,8 +600,8 @@ TEST(NoMemoryListTest, EachFunctionThatMakesAHandleIsTested) {
       // After its step was taken nothing is allocated (pipeline.cc).
       "dg_pipeline_train", "dg_pipeline_step_wait",
       // They work on this process alone, and make their handles when all is done.
-      "dg_data_parallel_create", "dg_data_parallel_forward", "dg_scatter", "dg_gather",
-      "dg_broadcast", "dg_reduce_add"};
+      "dg_data_parallel_create", "dg_data_parallel_forward", "dg_gather", "dg_broadcast",
+      "dg_reduce_add"};
   std::ifstream file("capi/include/distgrad/distgrad.h");
   const std::string header{std::istreambuf_iterator<char>(file), {}};
   const std::regex maker(
