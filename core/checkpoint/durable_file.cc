@@ -86,22 +86,23 @@ absl::Status DurableFile::LockTemporary() {
     errno = file_.Open(folder_, temporary_.c_str(), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK);
     if (errno != 0) return Failed(absl::StrCat("opening ", temporary_, " beside it"));
     struct stat locked = {}, named = {};
-    absl::Status failed;
-    if (errno = file_.Lock(); errno != 0) {
-      failed = errno == EWOULDBLOCK
-                   ? absl::AbortedError(absl::StrCat(
-                         "cannot write ", path_,
-                         ": another writer is at it (do two jobs save into one folder?)"))
-                   : Failed(absl::StrCat("locking ", temporary_, " beside it"));
-    } else if (fstat(file_.fd(), &locked) != 0) {
-      failed = Failed(temporary_);
-    } else if (!S_ISREG(locked.st_mode)) {
-      failed = absl::FailedPreconditionError(
-          absl::StrCat("cannot write ", path_, ": ", temporary_, " beside it is no file"));
-    }
-    if (!failed.ok()) {
+    int error = file_.Lock();
+    if (error == 0 && fstat(file_.fd(), &locked) != 0) error = errno;
+    if (error != 0 || !S_ISREG(locked.st_mode)) {
+      // Before there is a text, which may find no memory: the destructor removes what is open.
       file_.Close();
-      return failed;
+      if (error == EWOULDBLOCK) {
+        return absl::AbortedError(
+            absl::StrCat("cannot write ", path_,
+                         ": another writer is at it (do two jobs save into one folder?)"));
+      }
+      if (error != 0) {
+        const std::string what = absl::StrCat("locking ", temporary_, " beside it");
+        errno = error;
+        return Failed(what);
+      }
+      return absl::FailedPreconditionError(
+          absl::StrCat("cannot write ", path_, ": ", temporary_, " beside it is no file"));
     }
     // Since it was opened, another writer may have given it its final name, or removed it.
     if (fstatat(folder_, temporary_.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0 &&

@@ -11,16 +11,20 @@
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstddef>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -85,6 +89,10 @@ class DurableFileTest : public testing::Test {
     std::sort(names.begin(), names.end());
     return names;
   }
+  static std::ptrdiff_t Descriptors() {
+    const fs::directory_iterator all("/proc/self/fd");
+    return std::distance(begin(all), end(all));
+  }
   absl::Status Save(const std::string& text, FileCalls* calls = nullptr) const {
     absl::StatusOr<std::unique_ptr<DurableFile>> file = DurableFile::Create(path_, calls);
     if (!file.ok()) return file.status();
@@ -121,6 +129,31 @@ TEST_F(DurableFileTest, IsThereWhenItIsCommitted) {
   EXPECT_EQ(Read(path_), "one two");
   ASSERT_TRUE(Save(new_).ok());
   EXPECT_EQ(Read(path_), new_);
+}
+
+// Each allocation fails in turn. A writer that there is no memory for leaves no file and no
+// descriptor, and leaves alone that of a writer who is at it.
+TEST_F(DurableFileTest, WithoutMemoryNothingIsLeft) {
+  const auto fail_each = [&](const std::vector<std::string>& files) {
+    int failures = 0;
+    for (bool failed = true; failed; ++failures) {
+      const auto before = Descriptors();
+      FailAllocation(failures);
+      try {
+        static_cast<void>(DurableFile::Create(path_));
+      } catch (const std::bad_alloc&) {
+        // What is left then is looked for below.
+      }
+      failed = FailAllocation(-1);
+      ASSERT_EQ(Files(), files) << failures;
+      ASSERT_EQ(Descriptors(), before) << failures;
+    }
+    EXPECT_GT(failures, 3);
+  };
+  fail_each({});
+  absl::StatusOr<std::unique_ptr<DurableFile>> other = DurableFile::Create(path_);
+  ASSERT_TRUE(other.ok()) << other.status();
+  fail_each({".state.tmp"});
 }
 
 TEST_F(DurableFileTest, WithoutCommitNothingWasThere) {

@@ -25,11 +25,24 @@ class OpenLocks {
   // Returns 0, or errno. No call of a file system is made under the mutex, for which forks wait.
   int Open(FileLock& lock, int folder, const char* path, int flags) {
     if (atfork_ != 0) return atfork_;
+    // Its place comes first: where there is no memory for it no file is opened, nor made.
+    uint64_t forks = Add(lock);
     while (true) {
-      const uint64_t forks = Forks();
       const int fd = openat(folder, path, flags | O_CLOEXEC, 0666);
-      if (fd < 0) return errno;
-      if (Add(lock, fd, forks)) return 0;
+      const int error = fd < 0 ? errno : 0;
+      {
+        const std::lock_guard<std::mutex> guard(mu_);
+        if (error != 0) {
+          open_.erase(&lock);
+          return error;
+        }
+        if (forks == forks_) {
+          lock.fd_ = fd;
+          return 0;
+        }
+        forks = forks_;
+      }
+      // The process has forked meanwhile, and the child has a descriptor that it does not know.
       close(fd);
     }
   }
@@ -56,23 +69,17 @@ class OpenLocks {
                                },
                                [] { Get().CloseInChild(); })) {}
 
-  uint64_t Forks() {
+  // Returns how often the process has forked.
+  uint64_t Add(FileLock& lock) {
     const std::lock_guard<std::mutex> guard(mu_);
-    return forks_;
-  }
-  // False if the process has forked since then: the child has a descriptor that it does not know.
-  bool Add(FileLock& lock, int fd, uint64_t forks) {
-    const std::lock_guard<std::mutex> guard(mu_);
-    if (forks != forks_) return false;
     open_.insert(&lock);
-    lock.fd_ = fd;
-    return true;
+    return forks_;
   }
   // On the only thread of the child, which has the mutex from before the fork. The lock itself
   // stays: it is the parent's.
   void CloseInChild() {
     for (FileLock* const lock : open_) {
-      close(lock->fd_);
+      if (lock->fd_ >= 0) close(lock->fd_);
       lock->fd_ = -1;
     }
     open_.clear();
@@ -80,9 +87,10 @@ class OpenLocks {
   }
 
   std::mutex mu_;
-  std::set<FileLock*> open_;  // guarded by mu_, as are the descriptors' changes
-  uint64_t forks_ = 0;        // guarded by mu_
-  const int atfork_;          // the error of pthread_atfork()
+  // Those that are open, or about to be. Guarded by mu_, as are the descriptors' changes.
+  std::set<FileLock*> open_;
+  uint64_t forks_ = 0;  // guarded by mu_
+  const int atfork_;    // the error of pthread_atfork()
 };
 
 int FileLock::Open(int folder, const char* path, int flags) {
