@@ -9,10 +9,12 @@
 #include <cerrno>
 #include <cstddef>
 #include <exception>
+#include <new>
 #include <set>
 #include <stdexcept>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -22,6 +24,7 @@
 #include "absl/strings/strip.h"
 #include "core/base/crc32c.h"
 #include "core/base/descriptors.h"
+#include "core/base/exception.h"
 #include "core/base/status.h"
 #include "core/checkpoint/job/json_text.h"
 #include "nlohmann/json.hpp"
@@ -115,7 +118,10 @@ ManifestWorker WorkerOf(const Json& json) {
 }
 
 absl::StatusOr<Manifest> ManifestOf(const Json& json) {
-  if (json.at("format") != kFormat) return absl::InvalidArgumentError("it is of another format");
+  // Not nlohmann's comparison with a text, which allocates and is noexcept.
+  if (json.at("format").get_ref<const std::string&>() != kFormat) {
+    return absl::InvalidArgumentError("it is of another format");
+  }
   if (const uint64_t version = Whole<uint64_t>(json.at("version")); version != kVersion) {
     return absl::UnimplementedError(absl::StrCat("its version is ", version, ", and this program ",
                                                  "knows version ", kVersion,
@@ -152,8 +158,13 @@ absl::StatusOr<Manifest> ManifestOf(const Json& json) {
   return manifest;
 }
 
-// What nlohmann says is "[json.exception.type_error.302] ...".
+// Of the exception that is being handled. What nlohmann says is "[json.exception.type_error.302]
+// ...". A lack of memory says nothing about the manifest, and must not have it passed over as
+// damaged.
 absl::Status JsonStatus(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    return StatusFromStdException(std::current_exception());
+  }
   return absl::InvalidArgumentError(
       absl::StrCat("its JSON is not as it should be: ", error.what()));
 }
@@ -222,6 +233,7 @@ absl::StatusOr<std::string> ReadManifestText(const std::string& folder) {
   const std::string path = absl::StrCat(folder, "/", kManifestName);
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) return ErrnoStatus(errno, absl::StrCat("opening ", path));
+  const absl::Cleanup close_file = [fd] { close(fd); };
   struct stat is = {};
   std::string text;
   absl::Status status;
@@ -243,7 +255,6 @@ absl::StatusOr<std::string> ReadManifestText(const std::string& folder) {
       }
     }
   }
-  close(fd);
   if (!status.ok()) return Annotate(status, absl::StrCat("reading ", path));
   return text;
 }

@@ -1,6 +1,14 @@
 // A manifest comes back, shows every wrong bit, and is believed in nothing that could do harm.
 #include "core/checkpoint/job/manifest.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <new>
 #include <string>
 
 #include "absl/strings/match.h"
@@ -9,6 +17,7 @@
 #include "absl/strings/str_replace.h"
 #include "core/base/crc32c.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -62,6 +71,62 @@ TEST(ManifestTest, NoBitMayBeWrongAndNoByteMissing) {
     EXPECT_EQ(ParseManifest(text.substr(0, i)).status().code(), absl::StatusCode::kDataLoss) << i;
   }
   EXPECT_EQ(Signed(text), text);
+}
+
+// It may be good, and what is damaged is passed over. Each allocation fails in turn, in a process
+// of its own: destructors of nlohmann's allocate, and end the process where there is no memory for
+// that.
+TEST(ManifestTest, WithoutMemoryItIsNotDamaged) {
+  const std::string text = *EncodeManifest(Example());
+  enum { kRead = 1, kDamaged, kNoMemory, kEnded };
+  int read = 0, no_memory = 0;
+  for (int nth = 0; read == 0; ++nth) {
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      std::set_terminate([] { _exit(kEnded); });
+      absl::Status status;
+      FailAllocation(nth);
+      try {
+        status = ParseManifest(text).status();
+      } catch (const std::bad_alloc&) {
+        _exit(kNoMemory);
+      }
+      if (status.ok()) _exit(kRead);
+      _exit(IsDamage(status) ? kDamaged : kNoMemory);
+    }
+    int how = 0;
+    ASSERT_EQ(waitpid(child, &how, 0), child);
+    ASSERT_TRUE(WIFEXITED(how)) << "allocation " << nth;
+    EXPECT_NE(WEXITSTATUS(how), kDamaged) << "allocation " << nth;
+    read += WEXITSTATUS(how) == kRead;
+    no_memory += WEXITSTATUS(how) == kNoMemory;
+  }
+  EXPECT_GT(no_memory, 20);
+}
+
+TEST(ManifestTest, WithoutMemoryItsFileIsClosed) {
+  const std::string folder = absl::StrCat(testing::TempDir(), "/manifest.", getpid());
+  std::filesystem::create_directory(folder);
+  std::ofstream(absl::StrCat(folder, "/", kManifestName)) << *EncodeManifest(Example());
+  const auto descriptors = [] {
+    const std::filesystem::directory_iterator all("/proc/self/fd");
+    return std::distance(begin(all), end(all));
+  };
+  const auto before = descriptors();
+  int failures = 0;
+  for (bool failed = true; failed; ++failures) {
+    FailAllocation(failures);
+    try {
+      static_cast<void>(ReadManifestText(folder));
+    } catch (const std::bad_alloc&) {
+      // What is left then is looked for below.
+    }
+    failed = FailAllocation(-1);
+    ASSERT_EQ(descriptors(), before) << failures;
+  }
+  EXPECT_GT(failures, 1);
+  std::filesystem::remove_all(folder);
 }
 
 // A checksum keeps nobody from writing what he likes.

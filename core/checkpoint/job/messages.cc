@@ -2,9 +2,11 @@
 #include "core/checkpoint/job/messages.h"
 
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/exception.h"
 #include "core/base/status.h"
 #include "core/checkpoint/job/json_text.h"
 #include "nlohmann/json.hpp"
@@ -20,6 +22,8 @@ auto Decode(absl::string_view text, const F& decode) -> absl::StatusOr<decltype(
   if (!json.ok()) return Annotate(json.status(), "a message of a checkpoint");
   try {
     return decode(*json);
+  } catch (const std::bad_alloc&) {
+    return StatusFromStdException(std::current_exception());
   } catch (const std::exception& error) {
     return absl::InvalidArgumentError(absl::StrCat("a message of a checkpoint: ", error.what()));
   }
