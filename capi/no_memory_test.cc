@@ -403,10 +403,12 @@ TEST_F(NoMemoryTest, Safetensors) {
   const dg_str weight = DG_STR("weight");
   const std::array<const dg_tensor*, 1> tensors = {parameter_};
   ExpectOk(dg_safetensors_save(ToStr(path), &weight, tensors.data(), 1, nullptr, 0));
+  const auto before = Descriptors();
   FailEachAllocation<dg_safetensors_file>(
       "dg_safetensors_file_open",
       [&](dg_safetensors_file** out) { return dg_safetensors_file_open(ToStr(path), out); },
       [](dg_safetensors_file* made) { dg_safetensors_file_destroy(made); });
+  EXPECT_EQ(Descriptors(), before);
   dg_safetensors_file* file = nullptr;
   ExpectOk(dg_safetensors_file_open(ToStr(path), &file));
   FailEachAllocation<dg_tensor>(

@@ -159,10 +159,10 @@ absl::StatusOr<SafetensorsFile> SafetensorsFile::Open(const std::string& path) {
   if (path.find('\0') != std::string::npos) {
     return absl::InvalidArgumentError(absl::StrCat("\"", path, "\" is no name of a file"));
   }
+  SafetensorsFile file(path, -1);  // which closes it, whatever is thrown
   // A pipe would make it wait.
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) return ErrnoStatus(errno, absl::StrCat("opening ", path));
-  SafetensorsFile file(path, fd);
+  file.fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (file.fd_ < 0) return ErrnoStatus(errno, absl::StrCat("opening ", path));
   absl::Status read;
   try {
     read = file.ReadHeader();

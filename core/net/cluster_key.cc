@@ -28,9 +28,9 @@ constexpr size_t kMaxFile = 4096;  // bytes; whatever is longer is no key
 absl::StatusOr<std::string> ReadKeyFile(const std::string& path) {
   const std::string what =
       absl::StrCat("cannot read the cluster key in ", path, " (", kClusterKeySetting, ")");
+  std::string text(kMaxFile + 1, '\0');  // first: nothing is open where there is no memory for it
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return absl::ErrnoToStatus(errno, what);
-  std::string text(kMaxFile + 1, '\0');
   size_t size = 0;
   ssize_t n = 0;
   do {
