@@ -67,6 +67,14 @@ class CallTableTest : public ::testing::Test {
     Packet request = Request();
     return table.Begin(call, link, request);
   }
+  // Begins a call whose end is counted, which needs no memory.
+  absl::Status BeginCounted(CallTable& table, const std::shared_ptr<Link>& link, int* ended,
+                            absl::Duration timeout = absl::InfiniteDuration()) {
+    CallTable::Call call = NewCall(timeout);
+    call.done = [ended](const absl::StatusOr<Body>&, bool) { ++*ended; };
+    Packet request = Request();
+    return table.Begin(call, link, request).status();
+  }
 
   FakeClock clock_;
   Link::Shared shared_{.clock = &clock_, .limits = {}};
@@ -220,10 +228,7 @@ TEST_F(CallTableTest, WhereThereIsNoMemoryADeadlineEndsItsCallsAllTheSame) {
     const auto link = NewLink(*table);
     int ended = 0;
     for (const int seconds : {10, 10, 20}) {
-      CallTable::Call call = NewCall(absl::Seconds(seconds));
-      call.done = [&](const absl::StatusOr<Body>&, bool) { ++ended; };
-      Packet request = Request();
-      ASSERT_TRUE(table->Begin(call, link, request).ok());
+      ASSERT_TRUE(BeginCounted(*table, link, &ended, absl::Seconds(seconds)).ok());
     }
     FailAllocation(nth);
     clock_.Advance(absl::Seconds(10));
@@ -242,12 +247,7 @@ TEST_F(CallTableTest, WhereThereIsNoMemoryALinkThatIsOverEndsItsCallsAllTheSame)
     const auto table = NewTable({});
     const auto link = NewLink(*table);
     int ended = 0;
-    for (int i = 0; i < 2; ++i) {
-      CallTable::Call call = NewCall();
-      call.done = [&](const absl::StatusOr<Body>&, bool) { ++ended; };
-      Packet request = Request();
-      ASSERT_TRUE(table->Begin(call, link, request).ok());
-    }
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE(BeginCounted(*table, link, &ended).ok());
     const absl::Status why = absl::UnavailableError("it broke");
     FailAllocation(nth);
     table->EndCallsOver(*link, why);
