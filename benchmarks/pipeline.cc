@@ -552,7 +552,7 @@ int Main(int argc, char** argv) {
                .model = SplitJob::Model::kImages,
                .batch = 128,
                .micro_batches = 4,
-               .steps = 4});
+               .steps = 40});
   return failed ? 1 : 0;
 }
 

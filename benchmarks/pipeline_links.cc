@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <string>
 #include <system_error>
@@ -35,6 +36,11 @@ struct Settings {
   int rounds = 1;
   std::vector<std::string> more;  // options of the example
 };
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
 
 // The number before the last " tokens/s".
 absl::StatusOr<double> TokensPerSecond(absl::string_view output) {
@@ -82,23 +88,41 @@ absl::Status Measure(const Settings& settings) {
   if (error || mkdtemp(folder.data()) == nullptr) {
     return absl::UnavailableError("there is no folder for what the example writes");
   }
-  std::printf("%-10s %7s %-12s %10s\n", "link", "stages", "schedule", "tokens/s");
+  // Link by link within each round, so that a machine whose speed wanders slows all links alike.
+  struct Row {
+    int stages;
+    std::string schedule;
+    std::map<std::string, std::vector<double>> rates;  // of each link, round by round
+  };
+  std::vector<Row> rows;
+  for (const int stages : settings.stages) {
+    for (const std::string& schedule : settings.schedules) rows.push_back({stages, schedule, {}});
+  }
   absl::Status status;
-  for (const std::string& rate : settings.rates) {
-    for (const int stages : settings.stages) {
-      for (const std::string& schedule : settings.schedules) {
-        std::vector<double> measured;
-        for (int round = 0; round < settings.rounds && status.ok(); ++round) {
-          const absl::StatusOr<double> one = Run(settings, folder, rate, stages, schedule);
-          if (one.ok()) measured.push_back(*one);
-          status.Update(one.status());
-        }
+  for (int round = 0; round < settings.rounds && status.ok(); ++round) {
+    for (Row& row : rows) {
+      for (const std::string& rate : settings.rates) {
+        const absl::StatusOr<double> one = Run(settings, folder, rate, row.stages, row.schedule);
+        status.Update(one.status());
         if (!status.ok()) break;
-        std::sort(measured.begin(), measured.end());
-        std::printf("%-10s %7d %-12s %10.0f\n", rate.c_str(), stages, schedule.c_str(),
-                    measured[measured.size() / 2]);
-        std::fflush(stdout);
+        row.rates[rate].push_back(*one);
       }
+      if (!status.ok()) break;
+    }
+  }
+  // Each is compared with the first link of its round.
+  std::printf("%-10s %7s %-12s %10s %22s\n", "link", "stages", "schedule", "tokens/s",
+              absl::StrCat("of link ", settings.rates[0]).c_str());
+  for (const std::string& rate : settings.rates) {
+    for (Row& row : rows) {
+      const std::vector<double>& measured = row.rates[rate];
+      const std::vector<double>& first = row.rates[settings.rates[0]];
+      if (measured.empty()) continue;
+      std::vector<double> ratios;
+      for (size_t i = 0; i < measured.size(); ++i) ratios.push_back(measured[i] / first[i]);
+      const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
+      std::printf("%-10s %7d %-12s %10.0f %6.2f (%.2f to %.2f)\n", rate.c_str(), row.stages,
+                  row.schedule.c_str(), Median(measured), Median(ratios), *least, *most);
     }
   }
   std::filesystem::remove_all(folder, error);

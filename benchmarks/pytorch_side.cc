@@ -44,7 +44,9 @@ constexpr char kChain[] = "benchmark.chain";
 constexpr char kScale[] = "benchmark.scale";
 constexpr char kLoss[] = "benchmark.loss";
 constexpr char kDescend[] = "benchmark.descend";
-constexpr char kEnd[] = "benchmark.end";  // a key of the store
+// Keys of the store: rank 0 has ended; another rank has heard of it.
+constexpr char kEnd[] = "benchmark.end";
+std::string EndOf(int rank) { return absl::StrCat(kEnd, ".", rank); }
 
 at::IValue ValueOf(rpc::JitFuture& answer) {
   auto message = answer.constValue().toCustomClass<rpc::Message>();
@@ -228,11 +230,18 @@ class PytorchSide : public BenchmarkSide {
   void AwaitEnd() {
     try {
       store_->wait({kEnd}, std::chrono::minutes(10));
+      store_->set(EndOf(place_.rank), {1});
     } catch (const std::exception&) {
       return;
     }
   }
-  void End() { store_->set(kEnd, std::vector<uint8_t>{1}); }
+  // Waits until the others know: a store that ended before would have them print stack traces.
+  void End() {
+    store_->set(kEnd, {1});
+    std::vector<std::string> others;
+    for (int rank = 1; rank < place_.world; ++rank) others.push_back(EndOf(rank));
+    store_->wait(others, std::chrono::minutes(1));
+  }
 
   // x * kFactor, here or, after as many hops, on each worker on the way.
   Answer ServeChain(const std::vector<at::IValue>& arguments) {
