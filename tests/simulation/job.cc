@@ -512,6 +512,7 @@ std::string Job::Run() {
   CheckTrained();
   Note("quiet", 0);
   CheckAllIsWell();
+  CheckStagesAreFree();
   for (int i = 0; i < plan_.workers; ++i) {
     Spawn([this, i] {
       std::shared_ptr<Process> process;

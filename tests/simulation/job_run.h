@@ -125,6 +125,8 @@ class Job {
   void CheckTrained();
   void RegisterPipelines(Process* process, int i);
   void RunPipeline(const Action& action, Worker* worker);
+  void RunRivals(const Action& action);
+  void CheckStagesAreFree();
   // `context`: null where it has no gradients.
   void CheckPipeline(const Action& action, Worker* worker, const Context* context,
                      const absl::StatusOr<PipelineResult>& result, Deadline deadline);

@@ -29,12 +29,15 @@ struct PipelineModel {
   std::string name;
   bool fails = false;  // its last stage does, the first time
   int in_flight = 1;   // steps, that are started one behind the other; several have kStep
+  // Whether other workers drive the same stages at the same time, and some of them by another
+  // schedule, which has a rank for each stage.
+  bool has_rivals = false, divides_otherwise = false;
   distgrad::Schedule schedule;
   std::vector<int> worker_of_rank;
   std::vector<at::Tensor> weights;  // by stage
   at::Tensor input, target;
 
-  std::atomic<bool> has_failed{false};
+  std::atomic<bool> has_run{false}, has_failed{false};
   absl::Mutex mu;
   // The stages that have stepped, by the context of the step.
   std::map<ContextId, std::set<int>> stepped ABSL_GUARDED_BY(mu);

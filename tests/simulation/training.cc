@@ -159,6 +159,8 @@ PipelineModel::PipelineModel(const Action& action, int workers)
   std::mt19937_64 random(action.a);
   const int ranks = 1 + static_cast<int>(random() % 4);
   in_flight = action.a % 2 == 0 ? 1 : 3;
+  has_rivals = action.a % 4 == 2 && action.c == 0;
+  divides_otherwise = has_rivals && action.a % 8 == 2;
   const int micro_batches = 1 + static_cast<int>(random() % 5);
   absl::StatusOr<distgrad::Schedule> made;
   switch (random() % 4) {
@@ -241,14 +243,29 @@ void Job::RegisterPipelines(Process* process, int i) {
   }));
 }
 
+namespace {
+
+std::unique_ptr<Pipeline> NewPipeline(Worker* worker, const PipelineModel& model,
+                                      const distgrad::Schedule& schedule) {
+  std::vector<std::string> workers(schedule.ranks());
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    workers[schedule.rank_of_stage[stage]] =
+        WorkerName(model.worker_of_rank[model.schedule.rank_of_stage[stage]]);
+  }
+  auto pipeline =
+      Pipeline::Create(worker, {.name = model.name, .workers = workers, .schedule = schedule});
+  Must(pipeline.status());
+  return *std::move(pipeline);
+}
+
+}  // namespace
+
 void Job::RunPipeline(const Action& action, Worker* worker) {
   const std::string what = Text(action);
   PipelineModel& model = *pipelines_.at(action.a);
-  std::vector<std::string> workers;
-  for (const int i : model.worker_of_rank) workers.push_back(WorkerName(i));
-  auto pipeline = Pipeline::Create(
-      worker, {.name = model.name, .workers = workers, .schedule = model.schedule});
-  Must(pipeline.status());
+  model.has_run = true;
+  if (model.has_rivals) return RunRivals(action);
+  const auto pipeline = NewPipeline(worker, model, model.schedule);
   const auto new_deadline = [&] {
     return action.b == Action::kByDeadline ? Deadline::After(absl::Milliseconds(Draw() % 60))
                                            : Deadline::After(kTimeout);
@@ -256,7 +273,7 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   if ((action.c & Action::kEvaluates) != 0) {
     const Deadline deadline = new_deadline();
     CheckPipeline(action, worker, nullptr,
-                  (*pipeline)->Evaluate({model.input}, {model.target}, deadline), deadline);
+                  pipeline->Evaluate({model.input}, {model.target}, deadline), deadline);
     return;
   }
   struct Started {
@@ -268,7 +285,7 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   for (int i = 0; i < model.in_flight; ++i) {
     Started next{worker->NewContext(), new_deadline(), {}};
     absl::StatusOr<PipelineStep> step =
-        (*pipeline)->Start(next.context, {model.input}, {model.target}, next.deadline);
+        pipeline->Start(next.context, {model.input}, {model.target}, next.deadline);
     if (!step.ok()) {
       // One that has failed already; which is checked below.
       if (i == 0 || !absl::IsFailedPrecondition(step.status())) {
@@ -300,6 +317,72 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   if (!failed && !started.empty() && started.size() < static_cast<size_t>(model.in_flight) &&
       !disturbed_ && !refused_ && action.b != Action::kByDeadline && !model.fails) {
     Wrong(absl::StrCat(what, ": not started, though none before it has failed"));
+  }
+}
+
+// Several drivers, of which one at a time has the stages. Who is refused has nothing of them.
+void Job::RunRivals(const Action& action) {
+  constexpr int kDrivers = 3;
+  const std::string what = Text(action);
+  const PipelineModel& model = *pipelines_.at(action.a);
+  std::atomic<int> refused{0};
+  std::vector<std::thread> threads;
+  const MustStart must_start;
+  for (int i = 0; i < kDrivers; ++i) {
+    threads.emplace_back([&, i] {
+      const std::shared_ptr<Process> process = ProcessAt((action.actor + i) % plan_.workers);
+      if (process == nullptr) return;
+      Worker* const worker = process->worker.get();
+      const bool by_stages = model.divides_otherwise && i % 2 == 1;
+      const auto pipeline =
+          NewPipeline(worker, model,
+                      by_stages ? *GPipe(model.schedule.stages(), model.schedule.micro_batches)
+                                : model.schedule);
+      const Context context = worker->NewContext();
+      const Deadline deadline = action.b == Action::kByDeadline
+                                    ? Deadline::After(absl::Milliseconds(Draw() % 60))
+                                    : Deadline::After(kTimeout);
+      const absl::StatusOr<PipelineResult> result =
+          pipeline->Train(context, {model.input}, {model.target}, deadline);
+      if (absl::IsFailedPrecondition(result.status()) &&
+          absl::StrContains(result.status().message(), "a stage runs one step at a time")) {
+        ++refused;
+        return CheckEnd(what + ", refused", absl::OkStatus(), deadline);
+      }
+      CheckPipeline(action, worker, &context, result, deadline);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (refused == kDrivers && !model.divides_otherwise && !disturbed_ && !refused_ &&
+      action.b != Action::kByDeadline) {
+    Wrong(what + ": each driver was refused, and none had a step");
+  }
+}
+
+// Whoever drove them and failed, was refused or is lost keeps no stages for good.
+void Job::CheckStagesAreFree() {
+  for (const auto& [key, model] : pipelines_) {
+    const std::vector<int>& owners = model->worker_of_rank;
+    const auto is_dead = [this](int worker) { return WorkerAt(worker) == nullptr; };
+    if (!model->has_run || std::any_of(owners.begin(), owners.end(), is_dead)) continue;
+    model->has_failed = true;  // once
+    // In ranks of other stages: what is left of a step would be in its way most there.
+    const auto pipeline =
+        NewPipeline(WorkerAt(owners[0]).get(), *model,
+                    *GPipe(model->schedule.stages(), model->schedule.micro_batches));
+    // A driver that is lost may have them for an evaluation until its deadline; and the first call
+    // to a worker that has come back may meet a connection with what it was before.
+    const Deadline end = Deadline::After(killed_ ? 2 * kTimeout : absl::ZeroDuration());
+    absl::Status status;
+    while (true) {
+      const Deadline deadline = Deadline::After(kTimeout);
+      status = pipeline->Evaluate({model->input}, {model->target}, deadline).status();
+      if (status.ok() || end.Passed()) break;
+      absl::SleepFor(absl::Seconds(1));
+    }
+    if (!status.ok()) {
+      Wrong(absl::StrCat("when all is over, ", model->name, " takes no step: ", status.ToString()));
+    }
   }
 }
 
