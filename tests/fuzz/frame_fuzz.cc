@@ -46,6 +46,14 @@ std::vector<std::string> GoodInputs() {
                .first_other = 6},
               &inputs[3]);
   AppendFrame({.kind = FrameKind::kBulk, .link = 5}, &inputs[4]);
+  for (const Frame& frame :
+       {Frame{.kind = FrameKind::kNotice}, Frame{.kind = FrameKind::kCancel, .call = 6},
+        Frame{.kind = FrameKind::kPing}, Frame{.kind = FrameKind::kPong},
+        Frame{.kind = FrameKind::kLeaving},
+        Frame{.kind = FrameKind::kRefused, .status = absl::UnavailableError("lost")},
+        Frame{.kind = FrameKind::kBulkPing}, Frame{.kind = FrameKind::kBulkPong}}) {
+    AppendFrame(frame, &inputs.emplace_back());
+  }
   return inputs;
 }
 

@@ -9,7 +9,7 @@
 
 namespace distgrad {
 
-// What was taken can be sent on, and arrives as the same kinds.
+// What was taken can be sent on, and arrives as the same.
 bool ReadHostile(absl::string_view bytes) {
   Packet packet = PacketFromInput(bytes);
   const absl::StatusOr<std::vector<Notice>> notices = ReadNotices(packet, 0, {});
@@ -24,9 +24,11 @@ bool ReadHostile(absl::string_view bytes) {
   DG_CHECK(same->size() == notices->size());
   for (size_t i = 0; i < same->size(); ++i) {
     const Notice &a = (*same)[i], &b = (*notices)[i];
-    DG_CHECK(a.kind == b.kind && a.context == b.context && a.pass == b.pass && a.edge == b.edge &&
-             a.count == b.count && a.status == b.status &&
-             a.gradients.size() == b.gradients.size() && a.reached == b.reached);
+    DG_CHECK(a.kind == b.kind && a.context == b.context && a.pass == b.pass &&
+             a.settled == b.settled && a.retain_graph == b.retain_graph &&
+             a.uncounted == b.uncounted && a.edge == b.edge && a.count == b.count &&
+             a.status == b.status && a.gradients.size() == b.gradients.size() &&
+             a.reached == b.reached && a.awaited == b.awaited && a.peers == b.peers);
   }
   return true;
 }
@@ -47,7 +49,12 @@ std::vector<std::string> GoodInputs() {
       {.kind = Kind::kAck, .context = 1, .pass = 2, .count = 7},
       {.kind = Kind::kAbort, .context = 1, .pass = 2, .status = absl::CancelledError("because")},
       {.kind = Kind::kRelease, .context = 1},
-      {.kind = Kind::kKnown, .context = 1}};
+      {.kind = Kind::kKnown, .context = 1},
+      {.kind = Kind::kReport,
+       .context = 1,
+       .pass = 2,
+       .awaited = "the gradients of edge 3",
+       .peers = {1, 2}}};
   std::vector<std::string> inputs;
   for (const Notice& notice : notices) {
     Packet packet;
