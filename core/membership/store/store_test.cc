@@ -1534,6 +1534,32 @@ TEST(TcpStoreTest, WhoDoesNotListen) {
   }
 }
 
+// A false server of a launcher says that a value is longer than any may be: the client takes no
+// memory for it, and asks again.
+TEST(TcpStoreTest, AValueThatIsTooLongIsNotTaken) {
+  const Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  std::thread server([&] {
+    for (const uint64_t size : {~uint64_t{0}, uint64_t{kMaxStoreValue} + 1, uint64_t{1}}) {
+      pollfd entry = {listener.fd(), POLLIN, 0};
+      ASSERT_EQ(poll(&entry, 1, -1), 1);
+      Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      char hello[10];  // kValidate and kPing, with 32 bits each; the answer repeats the last ones
+      ASSERT_TRUE(socket.Receive(hello, sizeof(hello), Later()).ok());
+      ASSERT_TRUE(socket.Send(absl::string_view(hello + 6, 4), Later()).ok());
+      char byte;
+      ASSERT_TRUE(socket.Receive(&byte, 1, Later()).ok());  // the question
+      ASSERT_TRUE(socket.Send(Number(size) + "x", Later()).ok());
+      while (socket.Receive(&byte, 1, Later()).ok()) {  // until the client has closed it
+      }
+    }
+  });
+  {
+    const auto client = JoinLauncher(listener.LocalPort().value());
+    EXPECT_EQ(client->Get("key", Later()).value(), "x");
+  }
+  server.join();
+}
+
 TEST(StoreServerTest, ASessionHasOneConnection) {
   const auto store = Serve();
   const std::string session = "\x80" + Number(4711);
