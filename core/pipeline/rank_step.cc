@@ -282,10 +282,24 @@ bool RankStep::Advance(Event event) {
   return false;
 }
 
+bool RankStep::MayBeStarted() const {
+  return !begin_deadline_.Passed() && !(context_.valid() && context_.record()->released());
+}
+
 bool RankStep::HoldsStages() const {
   absl::MutexLock lock(&mu_);
-  if (state_ != State::kBegun) return state_ == State::kRunning;
-  return !begin_deadline_.Passed() && !(context_.valid() && context_.record()->released());
+  return state_ == State::kRunning || (state_ == State::kBegun && MayBeStarted());
+}
+
+void RankStep::StopIfAbandoned() {
+  {
+    absl::MutexLock lock(&mu_);
+    if (state_ != State::kBegun || MayBeStarted()) return;
+  }
+  Stop(absl::FailedPreconditionError(absl::StrCat(
+      "a step of pipeline '", pipeline_, "' that was begun on worker '", worker_->name(),
+      "' was not started before its deadline, or before its context was released, as with the loss "
+      "of its driver")));
 }
 
 bool RankStep::busy() const {

@@ -79,6 +79,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Whether its driver has its stages for itself: until the step has ended; or nobody will start
   // it, for its deadline has passed, or its context was released, as with the loss of the driver.
   bool HoldsStages() const;
+  // Ends a step that nobody will start, as HoldsStages() says; else does nothing.
+  void StopIfAbandoned();
   // Whether a function of its stages may still run: longer, if it was stopped.
   bool busy() const;
   // What the rank does at this moment, or did when it was stopped: "waits in the receive ...".
@@ -138,6 +140,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   bool over() const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
     return state_ == State::kStopping || state_ == State::kOver;
   }
+  // Of one that has begun: whether its driver may start it yet.
+  bool MayBeStarted() const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   void OnStop();
   // The step of a stage has run.
   void OnStepped(int stage, const absl::Status& status);

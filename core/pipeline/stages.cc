@@ -149,6 +149,7 @@ class PipelineStages::Impl {
                                        std::move(plan), request, std::move(follows));
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
+    StopAbandoned();
     std::vector<std::shared_ptr<RankStep>> before;  // steps of the same stages
     RankThread* thread = nullptr;
     // Some of these end here, outside the lock.
@@ -342,6 +343,23 @@ class PipelineStages::Impl {
       return all;
     }
   };
+
+  // Ends the steps that nobody will start. Those that were started behind them end, too, on their
+  // threads, and keep their stages from no other partition.
+  void StopAbandoned() {
+    std::vector<std::shared_ptr<RankStep>> all;
+    {
+      absl::MutexLock lock(&mu_);
+      for (const auto& [first_stage, rank] : ranks_) {
+        for (std::shared_ptr<RankStep>& step : rank.AllSteps()) all.push_back(std::move(step));
+      }
+    }
+    for (const std::shared_ptr<RankStep>& step : all) step->StopIfAbandoned();
+    absl::MutexLock lock(&mu_);
+    for (const auto& [first_stage, rank] : ranks_) {
+      if (rank.thread != nullptr) rank.thread->LookAgain();
+    }
+  }
 
   std::vector<std::shared_ptr<RankStep>> StepsThatShareStagesWith(const RankStep& next) const
       ABSL_SHARED_LOCKS_REQUIRED(mu_) {

@@ -555,6 +555,8 @@ TEST_F(OneStageTest, AStepThatNobodyCanStartHoldsUpNoneBehindIt) {
   const absl::Status status = driver_.Run(2).Wait().status();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_THAT(std::string(status.message()), HasSubstr("the step before this one has failed"));
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("was not started before its deadline, or before its context was released"));
 }
 
 // In errors of deadlines.
@@ -574,6 +576,45 @@ TEST_F(OneStageTest, AStepThatWaitsForOneBeforeSaysWhatThatDoes) {
       absl::StrCat("waits for the step before, which waits for the step before, which ", first));
   for (const uint64_t step : {1, 2, 3}) EXPECT_EQ(driver_.End(step), absl::OkStatus());
   for (const Future<Message>& run : runs) EXPECT_FALSE(run.Wait().ok());
+}
+
+// Its driver may be lost when it has said of the second step alone that it is to run.
+TEST(TwoStagesTest, AStepThatNobodyCanStartKeepsNoStageFromAnotherDivision) {
+  Cluster cluster({.workers = 1});
+  const EqualLayers layers(2);
+  const auto stages =
+      MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) { return layers.Forward(stage, in); });
+  const auto together = MakePipeline(cluster, *InterleavedOneForwardOneBackward(1, 2, 1));
+  auto ends_early = std::make_optional(cluster[0].NewContext());
+  const auto call = [&](absl::string_view function, std::string payload) {
+    return cluster[0].CallAsync("worker0", absl::StrCat(function, "model"),
+                                {std::move(payload), {}}, {.context = &*ends_early});
+  };
+  for (const uint64_t step : {1, 2}) {
+    const StepPlan plan{.step = step,
+                        .pipeline = 1,
+                        .follows = step - 1,
+                        .rank = 0,
+                        .micro_batches = 1,
+                        .backward = false,
+                        .rank_of_stage = {0, 1},
+                        .workers = {"worker0", "worker0"},
+                        .list = {{Action::Kind::kForward, 0, 0}},
+                        .weights = {1}};
+    ASSERT_EQ(call(kBeginStep, EncodePlan(plan)).Wait().status(), absl::OkStatus());
+  }
+  const Future<Message> second = call(kRunStep, EncodeStepRef({.step = 2, .first_stage = 0}));
+  while (call(kDescribe, EncodeStepRef({.step = 2, .first_stage = 0})).Wait()->payload ==
+         "has not begun") {
+    std::this_thread::yield();
+  }
+  ends_early.reset();
+  // The first one ends, and with it the second, on its thread.
+  together->Evaluate({at::randn({4, 16})}).status().IgnoreError();
+  ASSERT_TRUE(second.WaitUntil(Deadline::After(absl::Seconds(20))));
+  EXPECT_EQ(second.Wait().status().code(), absl::StatusCode::kFailedPrecondition)
+      << second.Wait().status();
+  EXPECT_EQ(together->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
 }
 
 // They do not keep each other: their end would need a stack for all of them.
