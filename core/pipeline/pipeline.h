@@ -100,8 +100,8 @@ class Pipeline {
   //
   // The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
   // schedule has, of which the first may have one element more than the others. The first stage
-  // gets the inputs, the last one's loss the targets. kInvalidArgument for one that requires grad:
-  // no gradient goes back to it.
+  // gets the inputs, the last one's loss the targets. kInvalidArgument for a batch with fewer
+  // elements than micro-batches, and for a tensor that requires grad: no gradient goes back to it.
   //
   // The deadline is by default now plus WorkerOptions::timeout. An error names stage, micro-batch
   // and worker, that of a deadline what each rank was doing, and ends the step on all of them; what

@@ -973,6 +973,33 @@ TEST_P(PipelineTest, AStepOfTheScheduleIsThatOfTheStage) {
   }
 }
 
+// It is found out before others have stepped.
+TEST_P(PipelineTest, AStageWithoutAFunctionForItsStepIsNamed) {
+  Cluster cluster(Workers(2));
+  const EqualLayers layers(2);
+  std::atomic<int> forwards{0};
+  std::vector<std::map<int, PipelineStage>> own(2);
+  for (int s = 0; s < 2; ++s) {
+    own[s][s] = {.forward =
+                     [&, s](Tensors in) {
+                       ++forwards;
+                       return layers.Forward(s, std::move(in));
+                     },
+                 .loss = Loss};
+  }
+  own[1][1].step = [](const Context&) { return absl::OkStatus(); };
+  const auto stages = CreateStages(cluster, std::move(own));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status = MakePipeline(cluster, WithSteps(*GPipe(2, 2)))
+                                  ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
+                                  .status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("the schedule has a step of stage 0, and that stage on worker 'worker0' "
+                        "has no function for it"));
+  EXPECT_EQ(forwards, 0);
+}
+
 // The back steps while the front still goes backward, and fails. The caller may look at the
 // parameters, or save them, once Train() has returned.
 TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {

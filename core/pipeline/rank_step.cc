@@ -246,6 +246,31 @@ absl::Status RankStep::CheckSkips() const {
   return absl::OkStatus();
 }
 
+absl::Status RankStep::CheckSteps() const {
+  bool steps = false;
+  for (const Action& action : plan_.list) {
+    if (action.kind != Kind::kStep) continue;
+    steps = true;
+    if (stages_.at(action.stage).step != nullptr) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the schedule has a ", ToString(action), ", and that stage on worker '", worker_->name(),
+        "' has no function for it (PipelineStage::step; in C step of dg_pipeline_stage)"));
+  }
+  if (!steps || plan_.follows == 0) return absl::OkStatus();
+  for (const std::string& name : tie_names()) {
+    for (const at::Tensor& parameter : TiedOf(name)) {
+      if (RanksWithTied(name, parameter).size() == 1) continue;
+      return absl::InvalidArgumentError(
+          absl::StrCat("several ranks of worker '", worker_->name(),
+                       "' have one tensor for the tied parameter '", name,
+                       "', so that one of them would read it in a step in flight while another one "
+                       "steps it: give each rank a copy, or wait for each step before the next one "
+                       "is started"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status RankStep::Tie(Ties ties) {
   for (const auto& [name, ranks] : ties.ranks) {
     if (!ranks.empty() && ranks.back() >= static_cast<int>(plan_.workers.size())) {
@@ -813,8 +838,6 @@ absl::Status RankStep::Do(const Action& action) {
     }
     case Kind::kStep: {
       const PipelineStage& stage = stages_.at(action.stage);
-      if (stage.step == nullptr)
-        return absl::FailedPreconditionError("it has no function for the optimizer's step");
       absl::Status stepped;
       try {
         stepped = stage.step(context_);

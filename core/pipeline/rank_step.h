@@ -70,6 +70,10 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   absl::Status CheckShares() const;
   // kInvalidArgument for a skip of a stage of this rank that does not lead past the next stage.
   absl::Status CheckSkips() const;
+  // kFailedPrecondition for a stage of this rank that is to step, and has no function for it: it
+  // would find that out when others have stepped. kInvalidArgument if the step comes behind another
+  // one, and this rank would read a tied parameter while another rank of the worker steps it.
+  absl::Status CheckSteps() const;
 
   // Returns whether gradients are averaged over replicas in this step.
   bool averages() const { return plan_.backward && averager_ != nullptr; }

@@ -149,6 +149,7 @@ class PipelineStages::Impl {
                                        std::move(plan), request, std::move(follows));
     DG_RETURN_IF_ERROR(step->CheckShares());
     DG_RETURN_IF_ERROR(step->CheckSkips());
+    DG_RETURN_IF_ERROR(step->CheckSteps());
     StopAbandoned();
     std::vector<std::shared_ptr<RankStep>> before;  // steps of the same stages
     RankThread* thread = nullptr;

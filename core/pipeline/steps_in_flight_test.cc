@@ -309,6 +309,46 @@ TEST_P(StepsInFlightTest, WhatMayNotRunBesideAStepIsRefused) {
   EXPECT_EQ(PipelineStep().Wait().status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
+// A rank that is through with the first step would read it in the second one, while the other rank
+// steps it.
+TEST_P(StepsInFlightTest, ATiedParameterIsNoTensorOfTwoRanks) {
+  for (const bool copies : {false, true}) {
+    Cluster cluster(Workers(1));
+    const EqualLayers layers(2);
+    std::map<int, PipelineStage> own;
+    for (int s = 0; s < 2; ++s) {
+      const at::Tensor tied =
+          copies ? layers.weights[0].detach().clone().requires_grad_() : layers.weights[0];
+      own[s] = {.forward = [tied](Tensors in) { return Tensors{in[0].mm(tied)}; },
+                .loss = Loss,
+                .tied = {{"embedding", tied}},
+                .step = Nothing};
+    }
+    const auto stages = CreateStages(cluster, {std::move(own)});
+    const auto pipeline = Pipeline::Create(
+        &cluster[0],
+        {.name = "model", .workers = {"worker0", "worker0"}, .schedule = WithSteps(*GPipe(2, 1))});
+    ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+    Started first = Start(cluster, **pipeline);
+    const Context context = cluster[0].NewContext();
+    absl::StatusOr<PipelineStep> second =
+        (*pipeline)->Start(context, {at::randn({4, 16})}, {at::randn({4, 16})});
+    EXPECT_EQ(first.step.Wait().status(), absl::OkStatus());
+    if (copies) {
+      ASSERT_TRUE(second.ok()) << second.status();
+      EXPECT_EQ(second->Wait().status(), absl::OkStatus());
+      continue;
+    }
+    EXPECT_EQ(second.status().code(), absl::StatusCode::kInvalidArgument) << second.status();
+    EXPECT_THAT(std::string(second.status().message()),
+                HasSubstr("several ranks of worker 'worker0' have one tensor for the tied "
+                          "parameter 'embedding'"));
+    // One step after the other is as it was.
+    Started third = Start(cluster, **pipeline);
+    EXPECT_EQ(third.step.Wait().status(), absl::OkStatus());
+  }
+}
+
 // Batches of several contexts whose gradients nobody has used yet: each has those of its own.
 TEST_P(StepsInFlightTest, WithoutStepsEachContextHasTheGradientsOfItsBatch) {
   Cluster cluster(Workers(2));

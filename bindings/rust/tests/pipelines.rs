@@ -678,12 +678,15 @@ fn the_step_of_the_schedule_and_recomputation() {
         assert_eq!(bits(&ours), bits(&theirs.neg().unwrap()));
         drop(context);
 
-        // Of a stage that has none.
+        // Of a stage that has none: nothing has run by then.
         drop(_back);
         let _back = stages_of(back, 1, &layers);
         let context = front.context().unwrap();
         let error = pipeline.train(&context, &[&x], &[&y]).unwrap_err();
-        assert!(error.message().contains("step of stage 1 on worker 'back'"), "{error}");
+        assert_eq!(error.code(), Code::FailedPrecondition);
+        let what = "step of stage 1, and that stage on worker 'back' has no function for it";
+        assert!(error.message().contains(what), "{error}");
+        assert_eq!(forwards.load(Ordering::SeqCst), 2 * 2 * 3);
     });
 }
 
