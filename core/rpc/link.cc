@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <new>
 #include <utility>
 
+#include "core/base/await_memory.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
 
@@ -212,8 +214,13 @@ void Link::OnPacket(Packet packet) {
       is_full = !held_.empty() && (held_.size() >= limits_->calls_per_peer ||
                                    held_bytes_ + size > limits_->bytes_per_peer);
       if (!is_full) {
-        held_bytes_ += size;
-        return held_.push_back(std::move(packet));
+        try {
+          held_.push_back(std::move(packet));
+          held_bytes_ += size;
+          return;
+        } catch (const std::bad_alloc&) {  // which comes to the same
+          is_full = true;
+        }
       }
     }
   }
@@ -319,11 +326,16 @@ void Link::OnClosed(absl::Status why) {
     if (!why_.ok()) why = why_;
   }
   const bool is_there = absl::IsAborted(why);
-  if (is_there) why = absl::UnavailableError(why.message());  // to all others it is not to be had
+  if (is_there) {  // to all others it is not to be had
+    why = AwaitMemory([&] { return absl::UnavailableError(why.message()); });
+  }
   served_.Close(why);
   window_->Close(why);
-  out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
-  if (bulk != nullptr) bulk->Close(why);
+  try {
+    out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it goes with the link
+  }
+  if (bulk != nullptr) AwaitMemory([&] { bulk->Close(why); });
   owner_->OnClosed(shared_from_this(), std::move(why), is_there);
 }
 
