@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 
 namespace distgrad {
@@ -93,7 +94,10 @@ void MemberSync::OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t lo
 
 void MemberSync::MayBeLost() {
   if (parts_.heartbeat_limit == absl::InfiniteDuration() || losses_to_deny_++ > 0) return;
+  // Who finds no memory for it says so again.
+  absl::Cleanup none_is_seen = [this] { losses_to_deny_ = 0; };
   RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
+  std::move(none_is_seen).Cancel();
 }
 
 void MemberSync::DenyLoss() {
