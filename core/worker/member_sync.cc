@@ -50,6 +50,10 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
     absl::MutexLock lock(&mu_);
     if (!asked_for_.insert(peer).second) return;
   }
+  absl::Cleanup is_not_asked_for = [this, peer] {
+    absl::MutexLock lock(&mu_);
+    asked_for_.erase(peer);
+  };
   parts_.lookups.Find(
       peer, absl::Seconds(5),
       [this, peer, incarnation, why](const absl::StatusOr<WorkerInfo>& found) {
@@ -79,6 +83,7 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
         // It may have connected just before that, and does not again.
         parts_.agent.AskLost(peer, incarnation);
       });
+  std::move(is_not_asked_for).Cancel();
 }
 
 // The member need not deny a loss that is told when its connections stand again: so this worker,
