@@ -90,8 +90,7 @@ cp -r stopped.saved three.saved
 refuse --batch=8 --batch=16 --checkpoint=stopped.saved --resume
 resume --schedule=gpipe
 "$tool" diff whole.saved stopped.saved || fail "the resumed run has learnt something else"
-losses_from() { tail -n +$(($2 + 1)) "$1/training.csv"; }
-cmp <(losses_from whole $((first + 1))) <(losses_from stopped 1) || fail "the losses differ"
+cmp whole/training.csv stopped/training.csv || fail "the table differs"
 
 cp stopped/training.csv before.csv
 resume

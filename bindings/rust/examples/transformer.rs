@@ -10,8 +10,8 @@
 //! of each batch. A step is started while others run, so that no process waits for the end of one;
 //! with `--in-flight=1` it is not, and the losses are the same. A table and a picture of the loss and
 //! what the model writes go to the folder `transformer`. With `--checkpoint` all is saved every 100
-//! steps, at the end, and on Ctrl-C; with `--resume` it goes on, also with other stages, replicas and
-//! schedule.
+//! steps, at the end, and on Ctrl-C; with `--resume` it goes on, and with it its table, also with
+//! other stages, replicas and schedule.
 mod blocks;
 mod checkpoints;
 mod interrupt;
@@ -30,8 +30,10 @@ use job::{Job, MINUTE};
 use std::{
     collections::VecDeque,
     error::Error,
-    fmt::Write,
-    fs, process,
+    fmt::Write as _,
+    fs::{self, File},
+    io::{self, Write as _},
+    process,
     sync::{
         atomic::{AtomicUsize, Ordering},
         Arc,
@@ -202,9 +204,13 @@ impl<'a> Leader<'a> {
         }
     }
 
-    /// Takes the steps from `first` on, and returns the loss of each. Ends early, when what was
-    /// started is over, on Ctrl-C.
-    fn train(&self, first: usize) -> std::result::Result<Vec<f32>, Box<dyn Error>> {
+    /// Takes the steps from `first` on, and returns how many have been taken then. Ends early, when
+    /// what was started is over, on Ctrl-C.
+    fn train(
+        &self,
+        first: usize,
+        mut table: Option<&mut Table>,
+    ) -> std::result::Result<usize, Box<dyn Error>> {
         let options = self.options;
         let style = ProgressStyle::with_template("{bar:40} {pos}/{len} steps, {eta} left, {msg}")?;
         let bar = if self.replica == 0 {
@@ -214,8 +220,8 @@ impl<'a> Leader<'a> {
         };
         let bar = bar.with_style(style).with_position(first as u64);
         let begin = Instant::now();
-        let (mut losses, mut in_flight) = (Vec::new(), VecDeque::new());
-        let (mut started, mut interrupted) = (first, false);
+        let mut in_flight = VecDeque::new();
+        let (mut started, mut last, mut interrupted) = (first, first, false);
         for taken in first + 1..=options.steps {
             let pause = self.next_pause(taken - 1);
             while started < pause && in_flight.len() < options.in_flight && !interrupted {
@@ -234,8 +240,11 @@ impl<'a> Leader<'a> {
             let Some(step) = in_flight.pop_front() else { break };
             let loss;
             (loss, interrupted) = self.finish(step)?;
-            losses.push(loss);
-            let tokens = (losses.len() * options.batch * options.context) as f64;
+            last = taken;
+            if let Some(table) = &mut table {
+                table.add(taken, loss)?;
+            }
+            let tokens = ((taken - first) * options.batch * options.context) as f64;
             let rate = tokens / begin.elapsed().as_secs_f64();
             bar.set_message(format!("loss {loss:.3}, {rate:.0} tokens/s"));
             bar.inc(1);
@@ -260,7 +269,7 @@ impl<'a> Leader<'a> {
             }
         }
         bar.finish();
-        Ok(losses)
+        Ok(last)
     }
 
     fn test(&self) -> Result<f32> {
@@ -289,48 +298,65 @@ impl<'a> Leader<'a> {
     }
 }
 
-/// Writes the losses of the steps from `first` on, as a table and as a picture, and what the model
-/// writes.
-fn report(
-    leader: &Leader<'_>,
-    first: usize,
-    losses: &[f32],
-) -> std::result::Result<(), Box<dyn Error>> {
-    let (output, test, sample) = (&leader.options.output, leader.test()?, leader.write()?);
-    println!("{sample}");
-    let rows = losses.iter().zip(first + 1..).map(|(loss, step)| format!("{step},{loss}\n"));
-    let table: String = rows.collect();
-    // None were taken where the last one was taken before.
-    if !losses.is_empty() {
-        fs::write(format!("{output}/training.csv"), format!("step,loss\n{table}"))?;
-        fs::write(format!("{output}/training.svg"), picture(losses))?;
-    }
-    fs::write(format!("{output}/sample.txt"), sample)?;
-    println!("test loss {test:.3}; {output}/ has the table, the picture and the sample");
-    if first == 0 {
-        assert!(test < 0.8 * losses[0], "it has learnt nothing");
-    }
-    Ok(())
+/// The losses by step, as a table, which is in its file as it grows.
+struct Table {
+    file: File,
+    rows: Vec<(usize, f32)>,
 }
 
-/// A line of the losses.
-fn picture(losses: &[f32]) -> String {
-    const SIZE: [f32; 2] = [640.0, 360.0];
-    let most = losses.iter().copied().fold(f32::MIN_POSITIVE, f32::max);
-    let mut points = String::new();
-    for (step, loss) in losses.iter().enumerate() {
-        let x = step as f32 / losses.len() as f32 * SIZE[0];
-        write!(points, "{x:.1},{:.1} ", SIZE[1] * (1.0 - loss / most)).expect("memory");
+impl Table {
+    /// Begins one, with the rows of the first `steps` of the one there, for a run that goes on.
+    fn new(output: &str, steps: usize) -> io::Result<Self> {
+        let path = format!("{output}/training.csv");
+        let before = fs::read_to_string(&path).unwrap_or_default();
+        let mut table = Self { file: File::create(&path)?, rows: Vec::new() };
+        writeln!(table.file, "step,loss")?;
+        for line in before.lines() {
+            let cells = line.split_once(',').map(|(step, loss)| (step.parse(), loss.parse()));
+            if let Some((Ok(step), Ok(loss))) = cells {
+                if step <= steps {
+                    table.add(step, loss)?;
+                }
+            }
+        }
+        Ok(table)
     }
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\">\
-         <text x=\"300\" y=\"20\" font-size=\"14\">loss by step: from {:.2} to {:.2}</text>\
-         <polyline points=\"{points}\" fill=\"none\" stroke=\"#3572b0\"/></svg>\n",
-        SIZE[0],
-        SIZE[1],
-        losses.first().unwrap_or(&most),
-        losses.last().unwrap_or(&most),
-    )
+
+    fn add(&mut self, step: usize, loss: f32) -> io::Result<()> {
+        self.rows.push((step, loss));
+        writeln!(self.file, "{step},{loss}")
+    }
+
+    /// A line of the losses.
+    fn picture(&self) -> String {
+        const SIZE: [f32; 2] = [640.0, 360.0];
+        let most = self.rows.iter().map(|(_, loss)| *loss).fold(f32::MIN_POSITIVE, f32::max);
+        let last = self.rows.last().map_or(1, |(step, _)| *step);
+        let mut points = String::new();
+        for (step, loss) in &self.rows {
+            let x = *step as f32 / last as f32 * SIZE[0];
+            write!(points, "{x:.1},{:.1} ", SIZE[1] * (1.0 - loss / most)).expect("memory");
+        }
+        format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\">\
+             <text x=\"300\" y=\"20\" font-size=\"14\">loss by step: from {:.2} to {:.2}</text>\
+             <polyline points=\"{points}\" fill=\"none\" stroke=\"#3572b0\"/></svg>\n",
+            SIZE[0],
+            SIZE[1],
+            self.rows.first().map_or(most, |(_, loss)| *loss),
+            self.rows.last().map_or(most, |(_, loss)| *loss),
+        )
+    }
+}
+
+/// Draws the losses, and writes what the model writes.
+fn report(leader: &Leader<'_>, table: &Table) -> std::result::Result<f32, Box<dyn Error>> {
+    let (output, test, sample) = (&leader.options.output, leader.test()?, leader.write()?);
+    println!("{sample}");
+    fs::write(format!("{output}/training.svg"), table.picture())?;
+    fs::write(format!("{output}/sample.txt"), sample)?;
+    println!("test loss {test:.3}; {output}/ has the table, the picture and the sample");
+    Ok(test)
 }
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
@@ -397,14 +423,18 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             checkpoints,
         };
         let output = &options.output;
-        if replica == 0 {
-            fs::create_dir_all(output).map_err(|e| format!("cannot write to {output}: {e}"))?;
-        }
         let first = part.taken.load(Ordering::Relaxed);
-        let losses = leader.train(first)?;
-        interrupted = first + losses.len() < options.steps;
-        if replica == 0 && !interrupted {
-            report(&leader, first, &losses)?;
+        let mut table = None;
+        if replica == 0 {
+            let begun = fs::create_dir_all(output).and_then(|()| Table::new(output, first));
+            table = Some(begun.map_err(|e| format!("cannot write to {output}: {e}"))?);
+        }
+        interrupted = leader.train(first, table.as_mut())? < options.steps;
+        if let (Some(table), false) = (&table, interrupted) {
+            let test = report(&leader, table)?;
+            if first == 0 {
+                assert!(test < 0.8 * table.rows[0].1, "it has learnt nothing");
+            }
         }
     }
     worker.barrier(None)?; // until then the others answer
