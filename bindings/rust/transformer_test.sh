@@ -21,6 +21,10 @@ refuse() {
   grep -q -- "$1" said || fail "said $(cat said)"
 }
 
+# What a run leaves there that was killed would stay.
+mkdir temporary
+export TMPDIR=$PWD/temporary
+
 echo "== errors"
 refuse --checkpoint --resume
 refuse --in-flight --in-flight=0
@@ -107,4 +111,10 @@ stop 1000000 interrupt --replicas=2
 ((status == 130)) || fail "status $status: $rest"
 last=$(sed -nE 's/^saved the checkpoint of step //p' <<<"$rest" | tail -n 1)
 "$tool" show stopped.saved | grep "^step ${last:-20}, " || fail "saved $(ls -a stopped.saved): $rest"
+
+echo "== one that is killed leaves nothing"
+kill_first() { kill -KILL "$pid"; }
+stop 1000000 kill_first
+((status == 137)) || fail "status $status: $rest"
+[[ -z $(ls -A temporary) ]] || fail "left $(ls -A temporary)"
 echo "all passed"

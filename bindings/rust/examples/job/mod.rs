@@ -5,22 +5,25 @@ use std::{
     cell::RefCell,
     env,
     error::Error,
-    fs, io,
-    path::{Path, PathBuf},
+    ffi::{c_char, c_uint},
+    fs::{self, File},
+    io,
+    os::fd::{AsRawFd, FromRawFd, RawFd},
+    path::Path,
     process::{self, Child, Command},
     time::Duration,
 };
 
 pub const MINUTE: Duration = Duration::from_secs(60);
 
-/// Says to a started process which worker it is: its rank and the folder of the rendezvous.
+/// Says to a started process which worker it is: its rank and the path of the rendezvous.
 const MEMBER: &str = "DISTGRAD_EXAMPLE_MEMBER";
 
 /// This process's part.
 pub struct Job {
     pub worker: Worker,
     others: RefCell<Vec<Process>>, // of the first process
-    folder: Option<Folder>,        // goes after them
+    rendezvous: Option<Rendezvous>,
 }
 
 impl Job {
@@ -33,15 +36,15 @@ impl Job {
             return Self::joined(worker, Vec::new(), None);
         }
         let member = env::var(MEMBER).ok();
-        let (rank, path, folder) = match member.as_ref().and_then(|member| member.split_once(':')) {
-            Some((rank, path)) => (rank.parse()?, PathBuf::from(path), None),
+        let (rank, path, rendezvous) = match member.as_ref().and_then(|it| it.split_once(':')) {
+            Some((rank, path)) => (rank.parse()?, path.to_owned(), None),
             None => {
-                let folder = Folder::new()?;
-                (0, folder.0.clone(), Some(folder))
+                let rendezvous = Rendezvous::new()?;
+                (0, rendezvous.path(), Some(rendezvous))
             }
         };
         let mut others = Vec::new();
-        if folder.is_some() {
+        if rendezvous.is_some() {
             for rank in 1..names.len() {
                 others.push(Process::start(rank, &path)?);
             }
@@ -49,20 +52,20 @@ impl Job {
         let worker = WorkerOptions::new()
             .name(names[rank])
             .rank(rank as u32, names.len() as u32)
-            .rendezvous(format!("file://{}/workers", path.display()))
+            .rendezvous(format!("file://{path}"))
             .create()?;
-        Self::joined(worker, others, folder)
+        Self::joined(worker, others, rendezvous)
     }
 
     fn joined(
         worker: Worker,
         others: Vec<Process>,
-        folder: Option<Folder>,
+        rendezvous: Option<Rendezvous>,
     ) -> Result<Job, Box<dyn Error>> {
         if env::var_os("TRACE").is_some() {
             worker.start_trace(None)?;
         }
-        Ok(Job { worker, others: RefCell::new(others), folder })
+        Ok(Job { worker, others: RefCell::new(others), rendezvous })
     }
 
     pub fn is_first(&self) -> bool {
@@ -72,10 +75,10 @@ impl Job {
     /// Starts those processes again that a signal has ended, as a launcher does.
     #[allow(dead_code)] // of most examples
     pub fn restart_killed(&self) -> Result<(), Box<dyn Error>> {
-        let Some(folder) = &self.folder else { return Ok(()) };
+        let Some(rendezvous) = &self.rendezvous else { return Ok(()) };
         for other in self.others.borrow_mut().iter_mut() {
             if other.child.try_wait()?.is_some_and(|status| status.code().is_none()) {
-                *other = Process::start(other.rank, &folder.0)?;
+                *other = Process::start(other.rank, &rendezvous.path())?;
             }
         }
         Ok(())
@@ -109,27 +112,28 @@ impl Job {
     }
 }
 
-/// The rendezvous of a job, which goes with it.
-struct Folder(PathBuf);
+/// The rendezvous of a job: a file in memory, of which nothing is left, however this process ends.
+struct Rendezvous(File);
 
-impl Folder {
-    /// One of the same number may be there: of a process that was killed, or of another container.
+impl Rendezvous {
     fn new() -> io::Result<Self> {
-        let mut tries = 0;
-        loop {
-            let path = env::temp_dir().join(format!("distgrad-example-{}.{tries}", process::id()));
-            match fs::create_dir(&path) {
-                Ok(()) => return Ok(Self(path)),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => tries += 1,
-                Err(error) => return Err(error),
-            }
+        extern "C" {
+            // Of the C library, which Rust's own stands on.
+            fn memfd_create(name: *const c_char, flags: c_uint) -> RawFd;
         }
+        const MFD_CLOEXEC: c_uint = 1;
+        // SAFETY: the name is a string of C's.
+        let fd = unsafe { memfd_create(c"rendezvous".as_ptr(), MFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor is open, and nobody else's.
+        Ok(Self(unsafe { File::from_raw_fd(fd) }))
     }
-}
 
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
+    /// Where the other processes find it, as long as this one runs.
+    fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", process::id(), self.0.as_raw_fd())
     }
 }
 
@@ -140,10 +144,10 @@ struct Process {
 }
 
 impl Process {
-    fn start(rank: usize, folder: &Path) -> io::Result<Self> {
+    fn start(rank: usize, rendezvous: &str) -> io::Result<Self> {
         let child = Command::new(env::current_exe()?)
             .args(env::args_os().skip(1))
-            .env(MEMBER, format!("{rank}:{}", folder.display()))
+            .env(MEMBER, format!("{rank}:{rendezvous}"))
             .spawn()?;
         Ok(Self { rank, child })
     }
