@@ -7,7 +7,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "core/base/await_memory.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -107,14 +106,10 @@ absl::StatusOr<SendWindow::Credit> Agent::AwaitCredit(const std::shared_ptr<Send
   std::optional<Clock::TimerId> timer;
   if (terms.deadline != absl::InfiniteFuture() && !credit.Done()) {
     timer = clock_->At(terms.deadline, [window, waiter] {
-      AwaitMemory([&] {
-        window->Withdraw(waiter,
-                         absl::DeadlineExceededError(absl::StrCat(
-                             "its send window was full until the deadline: ", window->acquired(),
-                             " bytes wait to be sent to it; limit "
-                             "bytes_per_peer is ",
-                             window->limit())));
-      });
+      window->Withdraw(
+          waiter, absl::DeadlineExceededError(absl::StrCat(
+                      "its send window was full until the deadline: ", window->acquired(),
+                      " bytes wait to be sent to it; limit bytes_per_peer is ", window->limit())));
     });
   }
   absl::StatusOr<SendWindow::Credit> acquired = credit.Take();

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/base/await_memory.h"
 #include "core/rpc/agent.h"
 
 namespace distgrad {
@@ -60,16 +59,13 @@ void Agent::Watch(bool is_first) {
     watch_timer_.reset();
   }
   if (!watch_.watches()) return;
-  // On the clock's thread, which nobody would tell that there was no memory.
-  AwaitMemory([this] { ArmWatch(std::min(watch_interval_, kLongest), /*is_first=*/false); });
-  AwaitMemory([&] {
-    const std::vector<WorkerRank> wanted =
-        watch_.Tick(is_first, [this](WorkerRank peer) { return links_->HasHeardFrom(peer); });
-    // An attempt of it that failed at its end alone may have left no trace here.
-    const std::optional<WorkerRank> before = peers_->Before();
-    if (!is_first && before && !links_->HasHeardFrom(*before)) service_->OnUnwatched();
-    for (const WorkerRank peer : wanted) links_->Ping(peer);
-  });
+  const std::vector<WorkerRank> wanted =
+      watch_.Tick(is_first, [this](WorkerRank peer) { return links_->HasHeardFrom(peer); });
+  ArmWatch(std::min(watch_interval_, kLongest), /*is_first=*/false);
+  // An attempt of it that failed at its end alone may have left no trace here.
+  const std::optional<WorkerRank> before = peers_->Before();
+  if (!is_first && before && !links_->HasHeardFrom(*before)) service_->OnUnwatched();
+  for (const WorkerRank peer : wanted) links_->Ping(peer);
 }
 
 void Agent::OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) {

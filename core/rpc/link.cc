@@ -3,10 +3,8 @@
 
 #include <cstdint>
 #include <limits>
-#include <new>
 #include <utility>
 
-#include "core/base/await_memory.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
 
@@ -214,13 +212,8 @@ void Link::OnPacket(Packet packet) {
       is_full = !held_.empty() && (held_.size() >= limits_->calls_per_peer ||
                                    held_bytes_ + size > limits_->bytes_per_peer);
       if (!is_full) {
-        try {
-          held_.push_back(std::move(packet));
-          held_bytes_ += size;
-          return;
-        } catch (const std::bad_alloc&) {  // which comes to the same
-          is_full = true;
-        }
+        held_bytes_ += size;
+        return held_.push_back(std::move(packet));
       }
     }
   }
@@ -326,16 +319,11 @@ void Link::OnClosed(absl::Status why) {
     if (!why_.ok()) why = why_;
   }
   const bool is_there = absl::IsAborted(why);
-  if (is_there) {  // to all others it is not to be had
-    why = AwaitMemory([&] { return absl::UnavailableError(why.message()); });
-  }
+  if (is_there) why = absl::UnavailableError(why.message());  // to all others it is not to be had
   served_.Close(why);
   window_->Close(why);
-  try {
-    out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
-  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it goes with the link
-  }
-  if (bulk != nullptr) AwaitMemory([&] { bulk->Close(why); });
+  out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
+  if (bulk != nullptr) bulk->Close(why);
   owner_->OnClosed(shared_from_this(), std::move(why), is_there);
 }
 

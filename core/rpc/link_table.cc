@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -12,8 +11,6 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "core/base/await_memory.h"
-#include "core/base/exception.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 
@@ -52,15 +49,15 @@ void LinkTable::Drop(Entry& entry) {
   entry.link->Drop();
 }
 
-void LinkTable::DropAll(WorkerRank peer, Incarnation incarnation, Links* dropped) {
-  dropped->reserve(links_.size());  // first: nothing has changed where there is no memory for it
+std::vector<std::shared_ptr<Link>> LinkTable::DropAll(WorkerRank peer, Incarnation incarnation) {
+  std::vector<std::shared_ptr<Link>> dropped;
   for (auto& [number, entry] : links_) {
     if (entry.link->peer() != peer) continue;
     // One that is still being opened has no incarnation yet.
     const Incarnation its = entry.link->incarnation();
     if (its != incarnation && its != 0 && incarnation != 0) continue;
     Drop(entry);
-    dropped->push_back(entry.link);
+    dropped.push_back(entry.link);
     const auto of_peer = by_peer_.find(peer);
     if (of_peer != by_peer_.end() && of_peer->second == entry.link) by_peer_.erase(of_peer);
   }
@@ -69,6 +66,7 @@ void LinkTable::DropAll(WorkerRank peer, Incarnation incarnation, Links* dropped
     ended->second.first_own = last_link_ + 1;
     ended->second.first_other = ended->second.next_other;
   }
+  return dropped;
 }
 
 LinkTable::Ended& LinkTable::EndedWith(WorkerRank peer, Incarnation incarnation) {
@@ -105,9 +103,7 @@ void LinkTable::Close(const absl::Status& why) {
     timer = std::exchange(heartbeat_timer_, std::nullopt);
   }
   if (timer) clock_->Cancel(*timer);
-  for (const auto& [number, entry] : links) {
-    AwaitMemory([&, &link = entry.link] { link->Close(why); });
-  }
+  for (const auto& [number, entry] : links) entry.link->Close(why);
 }
 
 std::vector<std::pair<WorkerRank, uint64_t>> LinkTable::Queued() const {
@@ -309,46 +305,30 @@ absl::StatusOr<std::string> LinkTable::Listen(std::weak_ptr<User> user) {
 std::shared_ptr<Receiver> LinkTable::Accept(std::shared_ptr<Connection> connection) {
   std::shared_ptr<Link> link;
   State state;
-  try {
-    {
-      absl::MutexLock lock(&mu_);
-      state = state_;
-      link = Make(Link::Kind::kAccepted);
-      if (state == State::kClosed) links_.erase(link->number());
-    }
-    link->SetConnection(std::move(connection));
-    switch (state) {
-      case State::kHolding:  // until we know who is a member
-        break;
-      case State::kStarted:
-        link->Release();
-        break;
-      case State::kClosed:
-        link->Close(ShuttingDown());
-    }
-    StartHeartbeat();
-  } catch (const std::bad_alloc&) {
-    DG_LOG(WARNING) << "refusing a connection: there is no memory for it";
-    if (link != nullptr) {
-      absl::MutexLock lock(&mu_);
-      links_.erase(link->number());
-    }
-    return nullptr;
+  {
+    absl::MutexLock lock(&mu_);
+    state = state_;
+    link = Make(Link::Kind::kAccepted);
+    if (state == State::kClosed) links_.erase(link->number());
   }
+  link->SetConnection(std::move(connection));
+  switch (state) {
+    case State::kHolding:  // until we know who is a member
+      break;
+    case State::kStarted:
+      link->Release();
+      break;
+    case State::kClosed:
+      link->Close(ShuttingDown());
+  }
+  StartHeartbeat();
   return link;
 }
 
 void LinkTable::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   const std::shared_ptr<User> user = user_.lock();
   if (user == nullptr) return;
-  absl::Status status;
-  try {
-    status = user->OnPacket(link, std::move(packet));
-  } catch (const std::bad_alloc&) {
-    // What a worker sends itself it hears of itself. The transport can do nothing with it.
-    if (link->kind() == Link::Kind::kLoopback) throw;
-    status = StatusFromStdException(std::current_exception());
-  }
+  const absl::Status status = user->OnPacket(link, std::move(packet));
   if (status.ok()) return;
   DG_LOG(WARNING) << "closing a connection: " << status.message();
   link->Close(status);
@@ -424,7 +404,7 @@ bool LinkTable::HasGivenUp(const Hello& hello) const {
 // noted under the lock under which they are dropped, and looked for once more.
 void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
   for (;;) {
-    Links dropped;
+    std::vector<std::shared_ptr<Link>> dropped;
     bool is_given_up, is_lost = false;
     {
       absl::MutexLock lock(&mu_);
@@ -440,7 +420,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
       if (is_given_up) {
         Drop(found->second);
       } else if (HasGivenUp(hello)) {
-        DropAll(hello.from, hello.from_incarnation, &dropped);
+        dropped = DropAll(hello.from, hello.from_incarnation);
       } else {
         ended.next_other = std::max(ended.next_other, hello.number + 1);
         found->second.peers_number = hello.number;
@@ -459,11 +439,10 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
       if (is_lost) SendPing(*link);
       return;
     }
-    EndDropped(hello.from, dropped, AwaitMemory([&] {
-                 return absl::UnavailableError(
-                     absl::StrCat("worker ", peers_->Describe(hello.from),
-                                  " has given up the connection, and opened another one"));
-               }));
+    EndDropped(hello.from, dropped,
+               absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(hello.from),
+                                                   " has given up the connection, and opened "
+                                                   "another one")));
   }
 }
 
@@ -499,17 +478,16 @@ void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& wh
 
 // --------------------------------------------------------------------------------------- Ending
 
-// Others wait to hear of the end, which is said once: so this waits for memory where there is none.
 void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
   std::optional<WorkerRank> peer;
-  bool is_bulk = false, is_lost = false, is_news = false;
+  bool is_bulk;
+  bool is_lost = false, is_news = false;
   MemberWatch::ClosedLink closed;
-  Links others;
-  const bool is_known = AwaitMemory([&] {
+  std::vector<std::shared_ptr<Link>> others;
+  {
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());
-    if (found == links_.end()) return false;  // Close() has ended all
-    others.reserve(links_.size());            // before anything changes
+    if (found == links_.end()) return;  // Close() has ended all
     const Entry entry = std::move(found->second);
     links_.erase(found);
     // Another thread may have admitted it just now.
@@ -534,38 +512,33 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
     // What was sent on this link may be lost, and the peer need not hear of that: it may never have
     // had this link, or have given it up before it began what it waits for. So all links with it
     // end.
-    if (is_lost) DropAll(*peer, closed.incarnation, &others);
-    return true;
-  });
-  if (!is_known) return;
+    if (is_lost) others = DropAll(*peer, closed.incarnation);
+  }
   if (is_bulk) {
-    if (const auto main = link->main()) AwaitMemory([&] { main->Close(why); });
+    if (const auto main = link->main()) main->Close(why);
     return;
   }
   if (!peer) return;
-  bool left = false;
-  why = AwaitMemory([&] {
-    const std::optional<WorkerInfo> info = peers_->Find(*peer);
-    left = info && info->left;
-    const std::string who = peers_->Describe(*peer);
-    return left ? absl::UnavailableError(absl::StrCat("worker ", who, " has left the job"))
-                : Annotate(why, absl::StrCat("the connection with worker ", who, " broke"));
-  });
+  const std::optional<WorkerInfo> info = peers_->Find(*peer);
+  const bool left = info && info->left;
+  why = left ? absl::UnavailableError(
+                   absl::StrCat("worker ", peers_->Describe(*peer), " has left the job"))
+             : Annotate(why, absl::StrCat("the connection with worker ", peers_->Describe(*peer),
+                                          " broke"));
   calls_->EndCallsOver(*link, why);
   for (const auto& other : others) calls_->EndCallsOver(*other, why);
   const auto user = user_.lock();
   if (user != nullptr) {
-    if (is_lost) AwaitMemory([&] { user->OnPeerLost(*peer, why); });
-    if (is_news && !left) AwaitMemory([&] { user->OnLinkEnded(closed, why); });
+    if (is_lost) user->OnPeerLost(*peer, why);
+    if (is_news && !left) user->OnLinkEnded(closed, why);
   }
   // Last: whatever the peer begins when it hears of this must find nothing of what there was.
-  for (const auto& other : others) AwaitMemory([&] { other->Close(why); });
+  for (const auto& other : others) other->Close(why);
 }
 
 absl::Status LinkTable::UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
   DG_ASSIGN_OR_RETURN(const bool is_new, peers_->UpdatePeer(worker));
-  // That is found once.
-  if (is_new) AwaitMemory([&] { DropOldIncarnation(worker.rank, worker.incarnation, keep); });
+  if (is_new) DropOldIncarnation(worker.rank, worker.incarnation, keep);
   if (const auto user = user_.lock()) user->OnMemberEvents();
   return absl::OkStatus();
 }
@@ -576,7 +549,7 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
                                    const std::shared_ptr<Link>& keep) {
   const absl::Status why = absl::UnavailableError(
       absl::StrCat("worker ", peers_->Describe(peer), " has come back as a new incarnation"));
-  Links old;
+  std::vector<std::shared_ptr<Link>> old;
   {
     absl::MutexLock lock(&mu_);
     for (auto& [number, entry] : links_) {
@@ -597,11 +570,12 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
   EndDropped(peer, old, why);
 }
 
-void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why) {
+void LinkTable::EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
+                           const absl::Status& why) {
   if (links.empty()) return;
   for (const auto& link : links) calls_->EndCallsOver(*link, why);
-  if (const auto user = user_.lock()) AwaitMemory([&] { user->OnPeerLost(peer, why); });
-  for (const auto& link : links) AwaitMemory([&] { link->Close(why); });
+  if (const auto user = user_.lock()) user->OnPeerLost(peer, why);
+  for (const auto& link : links) link->Close(why);
 }
 
 void LinkTable::SayLeaving() {
@@ -624,13 +598,7 @@ void LinkTable::StartHeartbeat() {
     absl::MutexLock lock(&mu_);
     if (state_ == State::kClosed || std::exchange(beats_, true)) return;
   }
-  // Should there be no memory for it: whoever comes next tries again.
-  absl::Cleanup does_not_beat = [this] {
-    absl::MutexLock lock(&mu_);
-    beats_ = false;
-  };
   ArmHeartbeat();
-  std::move(does_not_beat).Cancel();
 }
 
 void LinkTable::ArmHeartbeat() {
@@ -647,46 +615,34 @@ void LinkTable::ArmHeartbeat() {
   if (closed) clock_->Cancel(timer);
 }
 
-// On the clock's thread, which nobody would tell that there was no memory; and after one that is
-// left out there would be no other one.
 void LinkTable::Beat() {
-  Readings readings;
-  if (!AwaitMemory([&] { return Read(&readings); })) return;
-  AwaitMemory([this] { ArmHeartbeat(); });
-  const Heartbeat::Verdict verdict =
-      AwaitMemory([&] { return heartbeat_.Tick(clock_->Now(), readings.of_links); });
-  AwaitMemory([&] { Follow(verdict, readings); });
-}
-
-bool LinkTable::Read(Readings* readings) {
-  *readings = {};
-  absl::MutexLock lock(&mu_);
-  heartbeat_timer_.reset();
-  if (state_ == State::kClosed) return false;
-  for (const auto& [number, entry] : links_) {
-    if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
-    const Link& link = *entry.link;
-    Heartbeat::Reading reading{.link = number,
-                               .peer = link.peer(),
-                               .heard = link.heard(),
-                               .sent = link.sent(),
-                               .answers = link.idle(),
-                               .is_bulk = link.is_bulk(),
-                               .answered = link.answered()};
-    std::shared_ptr<Link> main = link.main();
-    if (main != nullptr) reading.main_answered = main->answered();
-    readings->links.push_back(entry.link);
-    readings->mains.push_back(std::move(main));
-    readings->of_links.push_back(reading);
+  std::vector<std::shared_ptr<Link>> links, mains;
+  std::vector<Heartbeat::Reading> readings;
+  {
+    absl::MutexLock lock(&mu_);
+    heartbeat_timer_.reset();
+    if (state_ == State::kClosed) return;
+    for (const auto& [number, entry] : links_) {
+      if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
+      const Link& link = *entry.link;
+      readings.push_back({.link = number,
+                          .peer = link.peer(),
+                          .heard = link.heard(),
+                          .sent = link.sent(),
+                          .answers = link.idle(),
+                          .is_bulk = link.is_bulk(),
+                          .answered = link.answered()});
+      links.push_back(entry.link);
+      mains.push_back(link.main());
+      if (mains.back() != nullptr) readings.back().main_answered = mains.back()->answered();
+    }
+    beats_ = !links.empty();
+    if (!beats_) return;
   }
-  beats_ = !readings->links.empty();
-  return beats_;
-}
-
-void LinkTable::Follow(const Heartbeat::Verdict& verdict, const Readings& readings) {
-  const Links &links = readings.links, &mains = readings.mains;
+  ArmHeartbeat();
+  const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
   for (const size_t i : verdict.ask) {
-    if (readings.of_links[i].is_bulk) {
+    if (readings[i].is_bulk) {
       SendFrame(*links[i], {.kind = FrameKind::kBulkPing});
     } else {
       SendPing(*links[i]);
