@@ -43,7 +43,11 @@ dg_error* Guard(F&& body) noexcept {
   try {
     return ToError(body());
   } catch (...) {
-    return ToError(StatusFromException(std::current_exception()));
+    try {
+      return ToError(StatusFromException(std::current_exception()));
+    } catch (...) {
+      return ToError(absl::ResourceExhaustedError(""));
+    }
   }
 }
 

@@ -2,9 +2,6 @@
 #include "core/base/sleepers.h"
 
 #include <algorithm>
-#include <new>
-
-#include "absl/time/clock.h"
 
 namespace distgrad {
 
@@ -12,14 +9,7 @@ bool Sleepers::Await(absl::Mutex* mu, const absl::Condition& condition, Deadline
   while (!condition.Eval()) {
     if (deadline.Passed()) return false;
     Sleeper sleeper;
-    try {
-      sleepers_.push_back(&sleeper);
-    } catch (const std::bad_alloc&) {  // nobody can wake it, so it looks now and then
-      mu->Unlock();
-      absl::SleepFor(absl::Milliseconds(1));
-      mu->Lock();
-      continue;
-    }
+    sleepers_.push_back(&sleeper);
     mu->Unlock();
     sleeper.Sleep(deadline);
     mu->Lock();

@@ -1,7 +1,6 @@
 // Records spans into a bounded list while a trace runs.
 #include "core/base/trace.h"
 
-#include <new>
 #include <utility>
 
 namespace distgrad {
@@ -43,12 +42,8 @@ void TraceRecorder::End(std::unique_ptr<TraceSpan> span, absl::Time end,
     ++trace_.dropped;
     return;
   }
-  try {
-    trace_.spans.push_back(*std::move(span));
-    bytes_ += bytes;
-  } catch (const std::bad_alloc&) {  // what was traced is not to fail for it
-    ++trace_.dropped;
-  }
+  bytes_ += bytes;
+  trace_.spans.push_back(*std::move(span));
 }
 
 }  // namespace distgrad

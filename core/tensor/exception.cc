@@ -40,17 +40,13 @@ absl::Status StatusFromException(std::exception_ptr exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const c10::Error& e) {
-    try {
-      absl::Status status(CodeOf(e), e.what_without_backtrace());
-      if (const auto* ours = dynamic_cast<const StatusError*>(&e)) {
-        ours->status().ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
-          status.SetPayload(url, payload);
-        });
-      }
-      return status;
-    } catch (...) {  // there is no memory for it
-      return StatusFromStdException(std::current_exception());
+    absl::Status status(CodeOf(e), e.what_without_backtrace());
+    if (const auto* ours = dynamic_cast<const StatusError*>(&e)) {
+      ours->status().ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+        status.SetPayload(url, payload);
+      });
     }
+    return status;
   } catch (...) {
     return StatusFromStdException(std::move(exception));
   }
