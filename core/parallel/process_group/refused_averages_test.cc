@@ -181,6 +181,26 @@ TEST(RefusedAveragesTest, ABackwardWhoseFirstBucketHasBegunFailsTheGroup) {
   });
 }
 
+// Nor does it go on where the end of the backward begins the second bucket, whose parameter is not
+// used.
+TEST(RefusedAveragesTest, ABackwardWhoseEndCannotBeginTheRestFailsTheGroup) {
+  RunRanks(2, [](Group group) {
+    const Tensor never = Parameter(), last = Parameter(), input = Parameter();
+    const auto averager = NewAverager(group, {{"never", never}, {"last", last}});
+    const Tensor middle = input * 2;
+    if (group->rank() == 1) {
+      middle.register_hook([&](const Tensor&) {
+        EXPECT_GT(group->collectives(), 0);
+        capturing = true;
+      });
+    }
+    const absl::Status status = StatusOf([&] { (middle * last).sum().backward(); });
+    capturing = false;
+    EXPECT_TRUE(absl::StrContains(status.message(), "it is being captured")) << status;
+    EXPECT_EQ(group->status(), status);
+  });
+}
+
 void AddGradient(ContextRecord& context, const Tensor& parameter, Tensor gradient) {
   context.Accumulate(static_cast<torch::autograd::AccumulateGrad&>(
                          *torch::autograd::impl::grad_accumulator(parameter)),
