@@ -77,7 +77,10 @@ impl Optimizer<'_> {
     }
 
     /// Steps the parts of all workers, each from its own gradients in the context. Waits for all.
-    /// Returns the first error, by rank; `Code::NotFound` for a worker that has no part.
+    /// Parameters that have none there are left alone: so a local optimizer does nothing with a
+    /// context of a worker that has not computed its gradients. Returns the first error, by rank;
+    /// `Code::NotFound` for a worker that has no part; `Code::FailedPrecondition` for a context
+    /// that is released.
     #[doc(alias = "dg_optimizer_step")]
     pub fn step(&self, context: &Context<'_>) -> Result<()> {
         Ok(ffi::optimizer_step(self.handle.get(), context.handle())?)

@@ -520,6 +520,7 @@ impl PipelineStage {
     /// Sets what [`ActionKind::Step`] does, where a schedule has it: with the context of the step,
     /// which has this stage's gradients, for a [local optimizer](crate::Sgd::create_local). A step
     /// that writes to parameters itself needs a [`NoGrad`](crate::NoGrad), as gradient mode is on.
+    /// Without it a step of such a schedule is refused with `Code::FailedPrecondition`.
     pub fn step<F>(mut self, step: F) -> Self
     where
         F: FnMut(&Context<'_>) -> std::result::Result<(), BoxedError> + Send + 'static,
@@ -864,8 +865,9 @@ impl<'w> Pipeline<'w> {
     ///
     /// The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
     /// schedule has, of which the first may have one element more than the others. The first stage
-    /// gets the inputs, the last one's loss the targets. `Code::InvalidArgument` for one that
-    /// requires grad: no gradient goes back to it.
+    /// gets the inputs, the last one's loss the targets. `Code::InvalidArgument` for a batch with
+    /// fewer elements than micro-batches, and for a tensor that requires grad: no gradient goes back
+    /// to it.
     ///
     /// An error of a stage keeps its code, and names stage, micro-batch and worker; that of the
     /// deadline (`Code::DeadlineExceeded`) what each rank was doing. The first error ends the step

@@ -1092,7 +1092,9 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer,
                                                       size_t worker_count) DG_NOEXCEPT;
 
 /* Steps the parts of all workers, each from its own gradients in the context. Waits for all.
- * Returns the first error, by rank; DG_NOT_FOUND for a worker that has no part. */
+ * Parameters that have none there are left alone: so a local optimizer does nothing with a context
+ * of a worker that has not computed its gradients. Returns the first error, by rank; DG_NOT_FOUND
+ * for a worker that has no part; DG_FAILED_PRECONDITION for a context that is released. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
                                                const dg_context* context) DG_NOEXCEPT;
 
@@ -1581,7 +1583,7 @@ typedef struct dg_pipeline_stage {
   dg_error* (*loss)(void* user_data, const dg_micro_batch* micro_batch, dg_tensor** loss);
   /* What DG_ACTION_STEP does, where a schedule has it: with the context of the step, borrowed for
    * the call, which has this stage's gradients: a dg_optimizer_step of a local optimizer, for
-   * instance. NULL: none. */
+   * instance. NULL: none, and a step of such a schedule is refused with DG_FAILED_PRECONDITION. */
   dg_error* (*step)(void* user_data, const dg_context* context);
   void* user_data;
   void (*destroy)(void* user_data);
@@ -1710,8 +1712,8 @@ typedef struct dg_pipeline_run_options {
  *
  * The first dimension of each tensor is the batch; it is cut into as many micro-batches as the
  * schedule has, of which the first may have one element more than the others. The first stage gets
- * the inputs, the last one's loss the targets. DG_INVALID_ARGUMENT for one that requires grad: no
- * gradient goes back to it.
+ * the inputs, the last one's loss the targets. DG_INVALID_ARGUMENT for a batch with fewer elements
+ * than micro-batches, and for a tensor that requires grad: no gradient goes back to it.
  *
  * An error of a stage keeps its code, and names stage, micro-batch and worker; that of the deadline
  * (DG_DEADLINE_EXCEEDED) what each rank was doing. The first error ends the step on all ranks, and
