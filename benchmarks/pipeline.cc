@@ -523,7 +523,7 @@ int Main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   unit = absl::Milliseconds(unit_ms);
   if (!no_waiting) ReportWaiting();
-  if (no_split) return 0;
+  if (no_split) return failed ? 1 : 0;
   ReportSplit({.name = "8 layers of 512", .layers = 8, .width = 512, .batch = 256});
   ReportSplit({.name = "8 layers of 1024", .layers = 8, .width = 1024, .batch = 512, .steps = 2});
   SplitJob transformer = {.name = "4 transformer blocks of 256, sequences of 128",
