@@ -88,6 +88,7 @@ static dg_pipeline_stages* add_stage(const job* self, layer* of) {
 
 /* ------------------------------------------------------------------------------------ Training */
 
+/* [doc: steps] */
 /* ZB-H2 for two stages, each with its optimizer's step behind all else. */
 static dg_schedule* create_schedule(void) {
   dg_schedule *schedule = NULL, *with_steps = NULL;
@@ -110,7 +111,6 @@ static dg_schedule* create_schedule(void) {
   return with_steps;
 }
 
-/* [doc: steps] */
 /* A step that was started. */
 typedef struct in_flight {
   dg_context* context; /* lasts until somebody has waited for the step */

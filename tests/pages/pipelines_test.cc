@@ -11,6 +11,7 @@
 #include <torch/optim/sgd.h>
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -87,8 +88,23 @@ absl::StatusOr<double> Train(Worker* worker, Optimizer* optimizer, const at::Ten
 // [doc: end]
 
 // [doc: in flight]
-// The schedule has each stage's step of the optimizer, PipelineStage::step, at its end. While one
-// batch is at its end, the next one begins. Returns the loss of the last batch.
+// The same schedule, with each stage's step, PipelineStage::step, behind all else of its rank.
+Schedule WithSteps(Schedule schedule) {
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    schedule.lists[schedule.rank_of_stage[stage]].push_back({Action::Kind::kStep, stage});
+  }
+  return schedule;
+}
+
+// The step of a stage, by the optimizer of its own parameters.
+std::function<absl::Status(const Context&)> StepOf(torch::nn::Linear layer) {
+  const auto optimizer = std::make_shared<LocalOptimizer>(
+      std::make_unique<torch::optim::SGD>(layer->parameters(), /*lr=*/0.1));
+  return [optimizer](const Context& context) { return optimizer->Step(*context.record()); };
+}
+
+// With a pipeline of such a schedule: while one batch is at its end, the next one begins. Returns
+// the loss of the last batch.
 absl::StatusOr<double> TrainInFlight(Worker* worker, Pipeline* pipeline, const at::Tensor& inputs,
                                      const at::Tensor& targets, int steps) {
   std::deque<std::pair<Context, PipelineStep>> in_flight;
@@ -172,12 +188,8 @@ TEST(PipelinesPageTest, StepsInFlightLearn) {
   at::manual_seed(1);
   Cluster cluster({.workers = 2});
   std::vector<torch::nn::Linear> layers = {torch::nn::Linear(4, 4), torch::nn::Linear(4, 1)};
-  std::vector<std::unique_ptr<LocalOptimizer>> optimizers;
   std::vector<std::unique_ptr<PipelineStages>> stages;
-  Schedule schedule = *ZeroBubbleH2(2, 4);
   for (int i = 0; i < 2; ++i) {
-    optimizers.push_back(std::make_unique<LocalOptimizer>(
-        std::make_unique<torch::optim::SGD>(layers[i]->parameters(), /*lr=*/0.1)));
     PipelineStage stage;
     stage.forward = [layer = layers[i]](std::vector<at::Tensor> x) mutable {
       return std::vector{at::tanh(layer(x[0]))};
@@ -185,15 +197,14 @@ TEST(PipelinesPageTest, StepsInFlightLearn) {
     stage.loss = [](std::vector<at::Tensor> out, std::vector<at::Tensor> y) {
       return at::mse_loss(out[0], y[0]);
     };
-    stage.step = [&, i](const Context& context) { return optimizers[i]->Step(*context.record()); };
+    stage.step = StepOf(layers[i]);
     auto made = PipelineStages::Create(&cluster[i], "model", {{i, stage}});
     ASSERT_TRUE(made.ok()) << made.status();
     stages.push_back(*std::move(made));
-    schedule.lists[i].push_back({Action::Kind::kStep, i});
   }
-  const auto pipeline = Pipeline::Create(
-      &cluster[0],
-      {.name = "model", .workers = {"worker0", "worker1"}, .schedule = std::move(schedule)});
+  const auto pipeline = Pipeline::Create(&cluster[0], {.name = "model",
+                                                       .workers = {"worker0", "worker1"},
+                                                       .schedule = WithSteps(*ZeroBubbleH2(2, 4))});
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   const at::Tensor inputs = at::rand({16, 4}), targets = at::zeros({16, 1});
   const auto first = TrainInFlight(&cluster[0], pipeline->get(), inputs, targets, 1);
