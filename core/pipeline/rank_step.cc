@@ -316,15 +316,16 @@ bool RankStep::HoldsStages() const {
   return state_ == State::kRunning || (state_ == State::kBegun && MayBeStarted());
 }
 
-void RankStep::StopIfAbandoned() {
+bool RankStep::StopIfAbandoned() {
   {
     absl::MutexLock lock(&mu_);
-    if (state_ != State::kBegun || MayBeStarted()) return;
+    if (state_ != State::kBegun || MayBeStarted()) return false;
   }
   Stop(absl::FailedPreconditionError(absl::StrCat(
       "a step of pipeline '", pipeline_, "' that was begun on worker '", worker_->name(),
       "' was not started before its deadline, or before its context was released, as with the loss "
       "of its driver")));
+  return true;
 }
 
 bool RankStep::busy() const {

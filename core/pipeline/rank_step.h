@@ -83,8 +83,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // Whether its driver has its stages for itself: until the step has ended; or nobody will start
   // it, for its deadline has passed, or its context was released, as with the loss of the driver.
   bool HoldsStages() const;
-  // Ends a step that nobody will start, as HoldsStages() says; else does nothing.
-  void StopIfAbandoned();
+  // Ends a step that nobody will start, as HoldsStages() says, and returns whether it is one.
+  bool StopIfAbandoned();
   // Whether a function of its stages may still run: longer, if it was stopped.
   bool busy() const;
   // What the rank does at this moment, or did when it was stopped: "waits in the receive ...".

@@ -355,7 +355,9 @@ class PipelineStages::Impl {
         for (std::shared_ptr<RankStep>& step : rank.AllSteps()) all.push_back(std::move(step));
       }
     }
-    for (const std::shared_ptr<RankStep>& step : all) step->StopIfAbandoned();
+    bool any = false;
+    for (const std::shared_ptr<RankStep>& step : all) any = step->StopIfAbandoned() || any;
+    if (!any) return;
     absl::MutexLock lock(&mu_);
     for (const auto& [first_stage, rank] : ranks_) {
       if (rank.thread != nullptr) rank.thread->LookAgain();

@@ -245,6 +245,16 @@ void Job::RegisterPipelines(Process* process, int i) {
 
 namespace {
 
+Deadline NewDeadline(const Action& action) {
+  return action.b == Action::kByDeadline ? Deadline::After(absl::Milliseconds(Draw() % 60))
+                                         : Deadline::After(kTimeout);
+}
+
+// The same stages, each in a rank of its own.
+distgrad::Schedule ByStages(const PipelineModel& model) {
+  return *GPipe(model.schedule.stages(), model.schedule.micro_batches);
+}
+
 std::unique_ptr<Pipeline> NewPipeline(Worker* worker, const PipelineModel& model,
                                       const distgrad::Schedule& schedule) {
   std::vector<std::string> workers(schedule.ranks());
@@ -266,12 +276,8 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   model.has_run = true;
   if (model.has_rivals) return RunRivals(action);
   const auto pipeline = NewPipeline(worker, model, model.schedule);
-  const auto new_deadline = [&] {
-    return action.b == Action::kByDeadline ? Deadline::After(absl::Milliseconds(Draw() % 60))
-                                           : Deadline::After(kTimeout);
-  };
   if ((action.c & Action::kEvaluates) != 0) {
-    const Deadline deadline = new_deadline();
+    const Deadline deadline = NewDeadline(action);
     CheckPipeline(action, worker, nullptr,
                   pipeline->Evaluate({model.input}, {model.target}, deadline), deadline);
     return;
@@ -283,7 +289,7 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
   };
   std::vector<Started> started;
   for (int i = 0; i < model.in_flight; ++i) {
-    Started next{worker->NewContext(), new_deadline(), {}};
+    Started next{worker->NewContext(), NewDeadline(action), {}};
     absl::StatusOr<PipelineStep> step =
         pipeline->Start(next.context, {model.input}, {model.target}, next.deadline);
     if (!step.ok()) {
@@ -335,13 +341,9 @@ void Job::RunRivals(const Action& action) {
       Worker* const worker = process->worker.get();
       const bool by_stages = model.divides_otherwise && i % 2 == 1;
       const auto pipeline =
-          NewPipeline(worker, model,
-                      by_stages ? *GPipe(model.schedule.stages(), model.schedule.micro_batches)
-                                : model.schedule);
+          NewPipeline(worker, model, by_stages ? ByStages(model) : model.schedule);
       const Context context = worker->NewContext();
-      const Deadline deadline = action.b == Action::kByDeadline
-                                    ? Deadline::After(absl::Milliseconds(Draw() % 60))
-                                    : Deadline::After(kTimeout);
+      const Deadline deadline = NewDeadline(action);
       const absl::StatusOr<PipelineResult> result =
           pipeline->Train(context, {model.input}, {model.target}, deadline);
       if (absl::IsFailedPrecondition(result.status()) &&
@@ -367,9 +369,7 @@ void Job::CheckStagesAreFree() {
     if (!model->has_run || std::any_of(owners.begin(), owners.end(), is_dead)) continue;
     model->has_failed = true;  // once
     // In ranks of other stages: what is left of a step would be in its way most there.
-    const auto pipeline =
-        NewPipeline(WorkerAt(owners[0]).get(), *model,
-                    *GPipe(model->schedule.stages(), model->schedule.micro_batches));
+    const auto pipeline = NewPipeline(WorkerAt(owners[0]).get(), *model, ByStages(*model));
     // A driver that is lost may have them for an evaluation until its deadline; and the first call
     // to a worker that has come back may meet a connection with what it was before.
     const Deadline end = Deadline::After(killed_ ? 2 * kTimeout : absl::ZeroDuration());
