@@ -46,6 +46,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "benchmarks/pytorch_side.h"
+#include "benchmarks/ratio.h"
 #include "benchmarks/split_model.h"
 #include "core/base/chrome_trace.h"
 #include "core/base/status.h"
@@ -73,14 +74,6 @@ std::string models;             // a part of the names of the models that are co
 std::vector<std::string> only;  // parts of the names of the ways to compute them; empty: all
 int given_micro_batches = 0;    // of the models that are computed; 0: each has its own
 bool failed = false;            // something has not been measured
-
-// Of an even number the mean of the two in the middle; 0 where nothing was measured.
-double Median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
 
 // The time that the stages of this process have waited, and how often: a wait that wakes late
 // counts as longer work, not as a bubble.
@@ -407,19 +400,6 @@ struct Contender {
       : name(std::move(its_name)), run(std::move(its_run)), at_most(its_at_most) {}
 };
 
-// The median of a contender's rates by those of another one in the same rounds, and the least and
-// the most of them: what slows the machine down for some seconds slows both.
-std::string RatioOf(const Contender& one, const Contender& other) {
-  std::vector<double> ratios;
-  for (size_t i = 0; i < std::min(one.rates.size(), other.rates.size()); ++i) {
-    if (one.rates[i] > 0 && other.rates[i] > 0) ratios.push_back(one.rates[i] / other.rates[i]);
-  }
-  if (ratios.empty()) return "not measured";
-  const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
-  const std::string range = absl::StrFormat(" (%.2f to %.2f)", *least, *most);
-  return absl::StrFormat("%.2f", Median(ratios)) + (ratios.size() > 1 ? range : "");
-}
-
 void ReportSplit(SplitJob job) {
   if (!absl::StrContains(job.name, models)) return;
   if (given_micro_batches > 0) job.micro_batches = given_micro_batches;
@@ -496,9 +476,10 @@ void ReportSplit(SplitJob job) {
   for (const Contender& one : all) {
     if (one.rates.empty()) continue;
     std::printf("%-44s %8.0f", one.name.c_str(), Median(one.rates));
-    if (!all[0].rates.empty()) std::printf(", %s of one process", RatioOf(one, all[0]).c_str());
+    if (!all[0].rates.empty())
+      std::printf(", %s of one process", RatioOf(one.rates, all[0].rates).c_str());
     if (!all[1].rates.empty()) {
-      std::printf(", %s of not waiting", RatioOf(one, all[1]).c_str());
+      std::printf(", %s of not waiting", RatioOf(one.rates, all[1].rates).c_str());
     }
     if (one.at_most > 0) std::printf(" (at most %.2f)", one.at_most);
     std::printf("\n");

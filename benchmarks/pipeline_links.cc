@@ -6,7 +6,6 @@
 //                                                  [--schedules 1f1b,zb_h1] [--rounds 1]
 //                                                  [-- OPTIONS OF THE EXAMPLE]
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -21,6 +20,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "benchmarks/ratio.h"
 #include "core/base/status.h"
 #include "tests/hosts/hosts.h"
 
@@ -36,11 +36,6 @@ struct Settings {
   int rounds = 1;
   std::vector<std::string> more;  // options of the example
 };
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 // The number before the last " tokens/s".
 absl::StatusOr<double> TokensPerSecond(absl::string_view output) {
@@ -116,13 +111,9 @@ absl::Status Measure(const Settings& settings) {
   for (const std::string& rate : settings.rates) {
     for (Row& row : rows) {
       const std::vector<double>& measured = row.rates[rate];
-      const std::vector<double>& first = row.rates[settings.rates[0]];
       if (measured.empty()) continue;
-      std::vector<double> ratios;
-      for (size_t i = 0; i < measured.size(); ++i) ratios.push_back(measured[i] / first[i]);
-      const auto [least, most] = std::minmax_element(ratios.begin(), ratios.end());
-      std::printf("%-10s %7d %-12s %10.0f %6.2f (%.2f to %.2f)\n", rate.c_str(), row.stages,
-                  row.schedule.c_str(), Median(measured), Median(ratios), *least, *most);
+      std::printf("%-10s %7d %-12s %10.0f %22s\n", rate.c_str(), row.stages, row.schedule.c_str(),
+                  Median(measured), RatioOf(measured, row.rates[settings.rates[0]]).c_str());
     }
   }
   std::filesystem::remove_all(folder, error);
