@@ -161,7 +161,7 @@ static void train(dg_worker* worker, const dg_tensor* slope, dg_optimizer* optim
 
 /* [doc: part] */
 /* One of the two processes. */
-static int run(int rank, const char* rendezvous, const char* folder, int kill_at) {
+static int run(int rank, FILE* rendezvous, const char* folder, int kill_at) {
   const float zero = 0;
   const int64_t shape = 1;
   dg_tensor* parameter = NULL;
@@ -202,7 +202,7 @@ static int run(int rank, const char* rendezvous, const char* folder, int kill_at
 /* [doc: end] */
 
 /* [doc: launcher] */
-static pid_t start_process(int rank, const char* rendezvous, const char* folder, int kill_at) {
+static pid_t start_process(int rank, FILE* rendezvous, const char* folder, int kill_at) {
   const pid_t child = fork();
   if (child == 0) exit(run(rank, rendezvous, folder, kill_at));
   if (child < 0) {
@@ -214,7 +214,7 @@ static pid_t start_process(int rank, const char* rendezvous, const char* folder,
 
 /* What a launcher does: starts the processes, and the back one once more if it is killed. It never
  * uses the library itself, so that it can fork. */
-static int launch(const char* rendezvous, const char* folder, int kill_at) {
+static int launch(FILE* rendezvous, const char* folder, int kill_at) {
   int status = 0, of_child = 0, restarts = 1;
   start_process(0, rendezvous, folder, kill_at);
   pid_t back = start_process(1, rendezvous, folder, kill_at), child;
@@ -230,14 +230,9 @@ static int launch(const char* rendezvous, const char* folder, int kill_at) {
 /* [doc: end] */
 
 int main(int argc, char** argv) {
-  char rendezvous[64] = "/tmp/distgrad.XXXXXX", file[80];
-  if (argc < 2 || mkdtemp(rendezvous) == NULL) {
+  if (argc < 2) {
     fprintf(stderr, "recover FOLDER [KILL_AT]\n");
     return 2;
   }
-  const int status = launch(rendezvous, argv[1], argc > 2 ? atoi(argv[2]) : -1);
-  snprintf(file, sizeof(file), "%s/workers", rendezvous);
-  unlink(file);
-  rmdir(rendezvous);
-  return status;
+  return launch(create_rendezvous(), argv[1], argc > 2 ? atoi(argv[2]) : -1);
 }

@@ -25,15 +25,25 @@ static inline dg_tensor* compute_op(dg_str op, const dg_value* arguments, size_t
   return result;
 }
 
+/* Where the processes of a job find each other: a file without a name, which those that are forked
+ * from here on have too, and of which nothing is left, however they end. */
+static inline FILE* create_rendezvous(void) {
+  FILE* file = tmpfile();
+  if (file != NULL) return file;
+  perror("a temporary file");
+  exit(1);
+}
+
 /* Creates the worker of one of two processes, "front" (rank 0) or "back", which find each other by
- * a file in the folder; or, without a folder, as the launcher says. If TRACE is set, a trace of all
- * that the worker does begins. */
-static inline dg_worker* create_worker(int rank, const char* folder) {
-  char rendezvous[128];
+ * the file; or, without one, as the launcher says. If TRACE is set, a trace of all that the worker
+ * does begins. */
+static inline dg_worker* create_worker(int rank, FILE* file) {
+  char rendezvous[64];
   dg_worker_options options = DG_WORKER_OPTIONS_INIT;
   options.name = rank == 0 ? DG_STR("front") : DG_STR("back");
-  if (folder != NULL) {
-    const int size = snprintf(rendezvous, sizeof(rendezvous), "file://%s/workers", folder);
+  if (file != NULL) {
+    const int size =
+        snprintf(rendezvous, sizeof(rendezvous), "file:///proc/self/fd/%d", fileno(file));
     options.rank = (uint32_t)rank;
     options.world_size = 2;
     options.rendezvous.data = rendezvous;
@@ -64,9 +74,8 @@ static inline void write_trace(dg_worker* worker, const char* folder) {
 
 /* One of the two processes of the job. */
 typedef struct job {
-  int rank;        /* 0: the process that was started, 1: its child */
-  pid_t child;     /* of rank 0; 0 where a launcher has started both */
-  char folder[64]; /* of the rendezvous file */
+  int rank;    /* 0: the process that was started, 1: its child */
+  pid_t child; /* of rank 0; 0 where a launcher has started both */
   dg_worker* worker;
 } job;
 
@@ -80,18 +89,14 @@ static inline job start(void) {
     self.worker = create_worker(self.rank, NULL);
     return self;
   }
-  strcpy(self.folder, "/tmp/distgrad.XXXXXX");
-  if (mkdtemp(self.folder) == NULL) {
-    perror("a temporary folder");
-    exit(1);
-  }
+  FILE* rendezvous = create_rendezvous();
   self.child = fork();
   if (self.child < 0) {
     perror("fork");
     exit(1);
   }
   self.rank = self.child == 0;
-  self.worker = create_worker(self.rank, self.folder);
+  self.worker = create_worker(self.rank, rendezvous);
   return self;
 }
 
@@ -108,10 +113,6 @@ static inline int finish(job* self) {
   if (self->child == 0) return 0;
   int status = 1;
   waitpid(self->child, &status, 0);
-  char path[96];
-  snprintf(path, sizeof(path), "%s/workers", self->folder);
-  unlink(path);
-  rmdir(self->folder);
   return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
 }
 
