@@ -11,7 +11,7 @@
 
 namespace distgrad::simulation {
 
-// Runs a job, for Runner.
+// Runs the job of a plan's text, for Runner.
 std::string RunJob(absl::string_view order, Course* course);
 void WarmUp();
 

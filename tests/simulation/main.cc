@@ -2,10 +2,14 @@
 //
 //   tools/bazel run //tests/simulation -- --seeds 1000 --from 0
 //   tools/bazel run //tests/simulation -- --from 17 --trace       # one seed, with all that happens
+//   tools/bazel run //tests/simulation -- --case "$PWD"/tests/simulation/cases/NAME.txt
 //
-// With --first it ends with the first seed that fails, with --whole nothing is made smaller, with
-// --twice each seed has to take the same course again. --jobs says how many seeds run at a time, by
-// default as many as there are processors. --faults is a set of Faults (plan.h).
+// With --case each seed runs the plan of a file, by default from the seed that the file has; the
+// seed then draws only what the network and the threads do. With --first it ends with the first
+// seed that fails, with --whole nothing is made smaller, with --twice each seed has to take the
+// same course again.
+// --jobs says how many seeds run at a time, by default as many as there are processors. --faults is
+// a set of Faults (plan.h).
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -16,12 +20,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <fstream>
 #include <new>
+#include <optional>
+#include <sstream>
 #include <string>
 #include <thread>
-#include <vector>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -34,14 +42,17 @@ namespace distgrad::simulation {
 namespace {
 
 // Leaves out actions for as long as what is left fails.
-std::vector<int> Shrink(Runner& runner, uint64_t seed, unsigned faults) {
-  std::vector<int> without;
-  const int count = static_cast<int>(PlanOf(OrderText(seed, faults, {})).actions.size());
-  for (int i = 0; i < count; ++i) {
-    without.push_back(i);
-    if (runner.Run(OrderText(seed, faults, without)).ok) without.pop_back();
+Plan Shrink(Runner& runner, Plan plan) {
+  for (size_t i = 0; i < plan.actions.size();) {
+    Plan smaller = plan;
+    smaller.actions.erase(smaller.actions.begin() + static_cast<ptrdiff_t>(i));
+    if (runner.Run(Text(smaller)).ok) {
+      ++i;
+    } else {
+      plan = std::move(smaller);
+    }
   }
-  return without;
+  return plan;
 }
 
 // What the processes that share the seeds have in common.
@@ -54,6 +65,7 @@ struct Tally {
 struct Options {
   uint64_t seeds = 1, from = 0, jobs = 0;
   unsigned faults = kAllFaults;
+  std::optional<Plan> plan;  // of a case
   bool trace = false, twice = false, first = false, shrink = true;
 };
 
@@ -76,13 +88,15 @@ void KeepToProcessor(uint64_t number) {
 void RunSeeds(const Options& options, uint64_t job, Tally& tally) {
   Runner runner(RunJob, WarmUp);
   for (uint64_t seed = options.from + job; seed < tally.end; seed += options.jobs) {
-    const std::string order = OrderText(seed, options.faults, {}, options.trace);
-    Outcome outcome = runner.Run(order);
+    Plan plan = options.plan.has_value() ? *options.plan : DrawPlan(seed, options.faults);
+    plan.seed = seed;
+    plan.trace = options.trace;
+    Outcome outcome = runner.Run(Text(plan));
     ++tally.done;
     tally.switches += outcome.course.switches;
     tally.simulated_ms += static_cast<uint64_t>(outcome.course.time / 1000000);
     if (options.trace) std::fputs(outcome.printed.c_str(), stdout);
-    if (options.twice && runner.Run(order).course.hash != outcome.course.hash) {
+    if (options.twice && runner.Run(Text(plan)).course.hash != outcome.course.hash) {
       outcome.ok = false;
       outcome.wrong = absl::StrCat("it takes another course each time: ", outcome.wrong);
     }
@@ -96,17 +110,26 @@ void RunSeeds(const Options& options, uint64_t job, Tally& tally) {
     }
     std::string said = absl::StrCat("seed ", seed, ": ", outcome.wrong, "\n");
     if (options.shrink) {
-      const std::vector<int> without = Shrink(runner, seed, options.faults);
-      const std::string smaller = OrderText(seed, options.faults, without);
+      plan.trace = false;
+      const std::string smaller = Text(Shrink(runner, plan));
       const Outcome small = runner.Run(smaller);
-      absl::StrAppend(&said, Text(PlanOf(smaller)), small.wrong, "\n", small.printed, "\n");
+      absl::StrAppend(&said, smaller, small.wrong, "\n", small.printed, "\n");
     }
     std::fputs(said.c_str(), stdout);
     std::fflush(stdout);
   }
 }
 
+Plan ReadCase(const std::string& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  DG_CHECK(file.good()) << "cannot read " << path;
+  return ReadPlan(text.str());
+}
+
 bool Parse(int argc, char** argv, Options* options) {
+  bool has_from = false;
   for (int i = 1; i < argc; ++i) {
     const absl::string_view option = argv[i];
     const bool has_value = i + 1 < argc;
@@ -118,6 +141,9 @@ bool Parse(int argc, char** argv, Options* options) {
       options->first = true;
     } else if (option == "--whole") {
       options->shrink = false;
+    } else if (has_value && option == "--case") {
+      options->plan = ReadCase(argv[++i]);
+      if (!has_from) options->from = options->plan->seed;
     } else if (!has_value ||
                !((option == "--seeds" && absl::SimpleAtoi(argv[i + 1], &options->seeds)) ||
                  (option == "--from" && absl::SimpleAtoi(argv[i + 1], &options->from)) ||
@@ -125,6 +151,7 @@ bool Parse(int argc, char** argv, Options* options) {
                  (option == "--faults" && absl::SimpleAtoi(argv[i + 1], &options->faults)))) {
       return false;
     } else {
+      has_from |= option == "--from";
       ++i;
     }
   }
@@ -136,9 +163,10 @@ bool Parse(int argc, char** argv, Options* options) {
 int Main(int argc, char** argv) {
   Options options;
   if (!Parse(argc, argv, &options)) {
-    std::fprintf(stderr,
-                 "usage: simulation [--seeds N] [--from S] [--jobs N] [--faults BITS] [--trace] "
-                 "[--twice] [--first] [--whole]\n");
+    std::fprintf(
+        stderr,
+        "usage: simulation [--seeds N] [--from S] [--jobs N] [--faults BITS] [--case FILE] "
+        "[--trace] [--twice] [--first] [--whole]\n");
     return 2;
   }
   void* const shared =

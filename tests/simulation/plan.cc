@@ -2,12 +2,13 @@
 #include "tests/simulation/plan.h"
 
 #include <algorithm>
+#include <iterator>
 #include <random>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "core/base/check.h"
@@ -242,12 +243,34 @@ class Generator {
   int trained_ = 0;
 };
 
-}  // namespace
+constexpr absl::string_view kNames[] = {
+    "program",  "call",    "pass",  "update",         "train",  "pipeline",
+    "averages", "barrier", "guest", "pause",          "cut",    "hold",
+    "kill",     "outage",  "clock", "refuse-threads", "deafen", "fail-to-connect",
+    "burst",    "crowd",   "choke", "await",          "watch",  "look"};
+static_assert(std::size(kNames) == Action::kKinds);
 
-std::string OrderText(uint64_t seed, unsigned faults, const std::vector<int>& without, bool trace) {
-  return absl::StrCat("seed=", seed, " faults=", faults, " without=", absl::StrJoin(without, ","),
-                      trace ? " trace" : "");
+// Reads what Text() has written.
+bool Read(absl::string_view text, Action* action) {
+  const std::vector<absl::string_view> words = absl::StrSplit(text, ' ', absl::SkipEmpty());
+  if (words.size() != 5) return false;
+  absl::string_view actor = words[0];
+  if (actor == "fate:") {
+    action->actor = Action::kFate;
+  } else if (actor == "all:") {
+    action->actor = Action::kAll;
+  } else if (!absl::ConsumePrefix(&actor, "worker") || !absl::ConsumeSuffix(&actor, ":") ||
+             !absl::SimpleAtoi(actor, &action->actor)) {
+    return false;
+  }
+  const auto* const name = std::find(std::begin(kNames), std::end(kNames), words[1]);
+  if (name == std::end(kNames)) return false;
+  action->kind = static_cast<Action::Kind>(name - std::begin(kNames));
+  return absl::SimpleAtoi(words[2], &action->a) && absl::SimpleAtoi(words[3], &action->b) &&
+         absl::SimpleAtoi(words[4], &action->c);
 }
+
+}  // namespace
 
 std::string DrawPath(std::mt19937_64& random, int workers) {
   std::string path;
@@ -261,40 +284,14 @@ int AsideOf(int i, int next, int workers) {
   return (i + 1 + next % std::max(1, workers - 1)) % workers;
 }
 
-Plan PlanOf(absl::string_view order) {
+Plan DrawPlan(uint64_t seed, unsigned faults) {
   Plan plan;
-  unsigned faults = kAllFaults;
-  std::vector<int> without;
-  for (absl::string_view word : absl::StrSplit(order, ' ', absl::SkipEmpty())) {
-    if (absl::ConsumePrefix(&word, "seed=")) {
-      DG_CHECK(absl::SimpleAtoi(word, &plan.seed));
-    } else if (absl::ConsumePrefix(&word, "faults=")) {
-      DG_CHECK(absl::SimpleAtoi(word, &faults));
-    } else if (absl::ConsumePrefix(&word, "without=")) {
-      for (absl::string_view number : absl::StrSplit(word, ',', absl::SkipEmpty())) {
-        without.emplace_back();
-        DG_CHECK(absl::SimpleAtoi(number, &without.back()));
-      }
-    } else if (word == "trace") {
-      plan.trace = true;
-    }
-  }
+  plan.seed = seed;
   Generator(&plan).Fill(faults);
-  std::vector<Action> kept;
-  for (size_t i = 0; i < plan.actions.size(); ++i) {
-    const bool is_left_out = std::count(without.begin(), without.end(), static_cast<int>(i)) > 0;
-    if (!is_left_out) kept.push_back(plan.actions[i]);
-  }
-  plan.actions = std::move(kept);
   return plan;
 }
 
 std::string Text(const Action& action) {
-  static const char* const kNames[] = {
-      "program",  "call",    "pass",  "update",         "train",  "pipeline",
-      "averages", "barrier", "guest", "pause",          "cut",    "hold",
-      "kill",     "outage",  "clock", "refuse threads", "deafen", "fail to connect",
-      "burst",    "crowd",   "choke", "await",          "watch",  "look"};
   const std::string actor = action.actor == Action::kFate  ? "fate"
                             : action.actor == Action::kAll ? "all"
                                                            : absl::StrCat("worker", action.actor);
@@ -303,11 +300,33 @@ std::string Text(const Action& action) {
 }
 
 std::string Text(const Plan& plan) {
-  std::string text =
-      absl::StrCat("seed ", plan.seed, ", faults ", plan.faults, ", ", plan.workers, " workers of ",
-                   plan.threads, " threads, ", plan.guests, " guests\n");
+  std::string text = absl::StrCat("seed ", plan.seed, " faults ", plan.faults, " workers ",
+                                  plan.workers, " threads ", plan.threads, " guests ", plan.guests,
+                                  plan.trace ? " trace" : "", "\n");
   for (const Action& action : plan.actions) absl::StrAppend(&text, "  ", Text(action), "\n");
   return text;
+}
+
+Plan ReadPlan(absl::string_view text) {
+  Plan plan;
+  for (absl::string_view line : absl::StrSplit(text, '\n')) {
+    line = absl::StripAsciiWhitespace(line);
+    if (line.empty() || line[0] == '#') continue;
+    if (!absl::StartsWith(line, "seed ")) {
+      plan.actions.emplace_back();
+      DG_CHECK(Read(line, &plan.actions.back()))
+          << "not an action of a plan: " << std::string(line);
+      continue;
+    }
+    const std::vector<absl::string_view> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+    plan.trace = words.size() == 11 && words[10] == "trace";
+    DG_CHECK(words.size() == (plan.trace ? 11 : 10) && absl::SimpleAtoi(words[1], &plan.seed) &&
+             absl::SimpleAtoi(words[3], &plan.faults) &&
+             absl::SimpleAtoi(words[5], &plan.workers) &&
+             absl::SimpleAtoi(words[7], &plan.threads) && absl::SimpleAtoi(words[9], &plan.guests))
+        << "not the first line of a plan: " << std::string(line);
+  }
+  return plan;
 }
 
 }  // namespace distgrad::simulation

@@ -61,6 +61,7 @@ struct Action {
     kAwait,     // a: a worker; c: milliseconds that an answer is waited for which does not come
     kWatch,     // Worker::OnMember
     kLook,      // a: a seed of passes; b: threads that look on; c: so often each
+    kKinds
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.
   enum Function { kEcho, kSlow, kNested, kLater, kWaits, kThrows, kUntil, kFunctions };
@@ -93,16 +94,18 @@ struct Plan {
   std::vector<Action> actions;
 };
 
-// "seed=7 faults=127 without=3,4 trace": an order of Runner's. `without` leaves out actions.
-std::string OrderText(uint64_t seed, unsigned faults, const std::vector<int>& without,
-                      bool trace = false);
-Plan PlanOf(absl::string_view order);
+// Draws a plan: everything in it follows from the seed and the faults that may be.
+Plan DrawPlan(uint64_t seed, unsigned faults = kAllFaults);
+// A plan as text, which is an order of Runner's, what a failure prints, and a file below cases/: a
+// line that begins with "seed", and one for each action. ReadPlan passes over lines that begin with
+// '#', and stops the program at one that it cannot read.
+std::string Text(const Plan& plan);
+std::string Text(const Action& action);
+Plan ReadPlan(absl::string_view text);
 // The workers of a pass, one for each byte, as `random` draws them, which begins as Action::a says.
 std::string DrawPath(std::mt19937_64& random, int workers);
 // Whom worker `i` of a path calls aside, if it goes on to `next`.
 int AsideOf(int i, int next, int workers);
-std::string Text(const Action& action);
-std::string Text(const Plan& plan);
 
 }  // namespace distgrad::simulation
 

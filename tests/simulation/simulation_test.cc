@@ -1,11 +1,13 @@
-// As many seeds as fit into 45 s; and that the simulation is one: the same seed gives the same
-// course. docs/testing.md has what finds the defects that are planted.
+// As many seeds as fit into the budget; programs that once failed; and that the simulation is one:
+// the same seed gives the same course. tools/planted.py shows that it finds defects.
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "tests/simulation/job.h"
@@ -27,8 +29,8 @@ constexpr auto kBudget = std::chrono::seconds(45);
 constexpr uint64_t kFewest = 100, kMost = 1300;
 
 std::string Repeat(uint64_t seed, const Outcome& outcome) {
-  return absl::StrCat("seed ", seed, ": ", outcome.wrong, "\n",
-                      Text(PlanOf(OrderText(seed, kAllFaults, {}))), outcome.printed,
+  return absl::StrCat("seed ", seed, ": ", outcome.wrong, "\n", Text(DrawPlan(seed)),
+                      outcome.printed,
                       "\nto have it smaller: tools/bazel run //tests/simulation -- --from ", seed);
 }
 
@@ -36,17 +38,46 @@ TEST_F(SimulationTest, EveryCallAndPassEndsAsItShould) {
   const auto end = std::chrono::steady_clock::now() + kBudget;
   uint64_t seed = 0;
   for (; seed < kMost && (seed < kFewest || std::chrono::steady_clock::now() < end); ++seed) {
-    const Outcome outcome = runner->Run(OrderText(seed, kAllFaults, {}));
+    const Outcome outcome = runner->Run(Text(DrawPlan(seed)));
     ASSERT_TRUE(outcome.ok) << Repeat(seed, outcome);
   }
   RecordProperty("seeds", static_cast<int>(seed));
 }
 
+// Each file of cases/ is a program that once failed, shrunk, and says why. The course of its own
+// seed changes with the code; so it is run with others, too.
+TEST_F(SimulationTest, WhatOnceFailedDoesNotFailAgain) {
+  constexpr uint64_t kSeeds = 20;
+  int cases = 0;
+  for (const auto& file : std::filesystem::directory_iterator("tests/simulation/cases")) {
+    SCOPED_TRACE(file.path());
+    std::stringstream text;
+    text << std::ifstream(file.path()).rdbuf();
+    Plan plan = ReadPlan(text.str());
+    ASSERT_FALSE(plan.actions.empty());
+    ++cases;
+    for (uint64_t i = 0; i < kSeeds; ++i, ++plan.seed) {
+      const Outcome outcome = runner->Run(Text(plan));
+      ASSERT_TRUE(outcome.ok) << "seed " << plan.seed << ": " << outcome.wrong << "\n"
+                              << outcome.printed;
+    }
+  }
+  EXPECT_GT(cases, 0) << "the cases are not where they are looked for";
+}
+
+// A case has to have all that its seed has drawn.
+TEST_F(SimulationTest, APlanIsReadAsItWasWritten) {
+  for (uint64_t seed = 0; seed < 1000; ++seed) {
+    const std::string text = Text(DrawPlan(seed));
+    ASSERT_EQ(Text(ReadPlan(text)), text);
+  }
+}
+
 TEST_F(SimulationTest, TheSameSeedTakesTheSameCourse) {
   uint64_t before = 0;
   for (uint64_t seed = 0; seed < 20; ++seed) {
-    const Course course = runner->Run(OrderText(seed, kAllFaults, {})).course;
-    const Course again = runner->Run(OrderText(seed, kAllFaults, {})).course;
+    const Course course = runner->Run(Text(DrawPlan(seed))).course;
+    const Course again = runner->Run(Text(DrawPlan(seed))).course;
     EXPECT_EQ(course.hash, again.hash) << "seed " << seed;
     EXPECT_EQ(course.switches, again.switches) << "seed " << seed;
     EXPECT_NE(course.hash, before) << "seed " << seed;
