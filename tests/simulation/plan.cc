@@ -78,6 +78,8 @@ class Generator {
     const bool hurries = one_in(8), looks = one_in(8);
     if (hurries && (allowed & kStalls) != 0 && (allowed & kPreemption) != 0) Hurry();
     if (looks && (allowed & kPreemption) != 0) Look();
+    const bool steps = one_in(6);
+    if (steps && (allowed & kStalls) != 0 && (allowed & kPreemption) != 0) TakeSteps();
   }
 
  private:
@@ -183,6 +185,16 @@ class Generator {
     plan_.faults |= kPreemption;
     const int actor = AnyWorker(), path = Below(1000000);
     AddFirst({{Action::kLook, actor, path, 1 + Below(3), 10 + Below(30)}});
+  }
+
+  // Steps of a pipeline in flight, or several drivers of one, while threads stand still: so that
+  // what comes later may overtake. training.cc takes which it is from the seed of the pipeline.
+  void TakeSteps() {
+    plan_.faults |= kStalls | kPreemption;
+    const bool rivals = Below(2) == 0, fails = !rivals && Below(3) == 0;
+    const int seed = rivals ? 4 * Below(250000) + 2 : 2 * Below(500000) + 1;
+    AddFirst(
+        {{Action::kPipeline, AnyWorker(), seed, Action::kByItself, fails ? Action::kFails : 0}});
   }
 
   // Somebody sets the clock back while a thread waits with a deadline.
