@@ -539,9 +539,12 @@ std::string RunJob(absl::string_view order, Course* course) {
     schedule.spurious_one_in = 50;
   }
   if ((plan.faults & kStalls) != 0) {
-    const bool hurries = std::any_of(
-        plan.actions.begin(), plan.actions.end(),
-        [](const Action& action) { return action.kind == Action::kBurst && action.b != 0; });
+    // What has to be overtaken by later calls stands still more often.
+    const bool hurries =
+        std::any_of(plan.actions.begin(), plan.actions.end(), [](const Action& action) {
+          return (action.kind == Action::kBurst && action.b != 0) ||
+                 action.kind == Action::kPipeline;
+        });
     schedule.stall_one_in = hurries ? 40 : 200;
     schedule.longest_stall = 20000000;
   }
