@@ -539,14 +539,15 @@ std::string RunJob(absl::string_view order, Course* course) {
     schedule.spurious_one_in = 50;
   }
   if ((plan.faults & kStalls) != 0) {
-    // What has to be overtaken by later calls stands still more often.
+    const auto has = [&plan](const auto& is) {
+      return std::any_of(plan.actions.begin(), plan.actions.end(), is);
+    };
     const bool hurries =
-        std::any_of(plan.actions.begin(), plan.actions.end(), [](const Action& action) {
-          return (action.kind == Action::kBurst && action.b != 0) ||
-                 action.kind == Action::kPipeline;
-        });
+        has([](const Action& action) { return action.kind == Action::kBurst && action.b != 0; });
+    // Between the messages that start two steps in flight each rank is asked, one after the other.
+    const bool steps = has([](const Action& action) { return action.kind == Action::kPipeline; });
     schedule.stall_one_in = hurries ? 40 : 200;
-    schedule.longest_stall = 20000000;
+    schedule.longest_stall = steps ? 200000000 : 20000000;
   }
   // libtorch makes its pool anew in a process that was forked off, when it is first asked for, and
   // not safely.
