@@ -17,7 +17,7 @@ quick ones first. A test that takes longer than --longest is left out. What fail
 what takes four times as long as without, and --grace more; what passes survives, and wants a test or a
 reason. Where a mutex is not locked no test is run, but clang's analysis by //tools:clang_tidy_test.
 
-The tree (DIR, default "mutants" in the project's cache) is a work tree of its own, and kept: the next
+The tree (DIR, by default one of this clone in the project's cache) is a work tree of its own, and kept: the next
 run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the same
 seed, count and FILE goes on where the last one was stopped. Ends with 1 if fewer than nine in ten are
 killed.
@@ -25,6 +25,7 @@ killed.
 
 import argparse
 import glob
+import hashlib
 import json
 import os
 import random
@@ -188,13 +189,19 @@ def git(*arguments, cwd=None):
                         text=True).stdout.strip()
 
 
+def tree_of(name):
+  """Where in the cache a work tree of this clone is."""
+  clone = hashlib.sha256(os.getcwd().encode()).hexdigest()[:8]
+  return os.path.join(CACHE, f"{name}-{clone}")
+
+
 def prepare(tree):
   """The work tree, as HEAD has it."""
   head = git("rev-parse", "HEAD")
   if os.path.exists(os.path.join(tree, ".git")):
     git("checkout", "-q", "--force", "--detach", head, cwd=tree)
   else:
-    git("worktree", "add", "-q", "--detach", tree, head)
+    git("worktree", "add", "-q", "--force", "--detach", tree, head)  # also where it is gone
   if os.path.exists("user.bazelrc"):
     with open("user.bazelrc", encoding="utf-8") as ours, \
         open(os.path.join(tree, "user.bazelrc"), "w", encoding="utf-8") as theirs:
@@ -348,7 +355,7 @@ def main():
   parser.add_argument("names", nargs="+", metavar="FILE_OR_FOLDER")
   parser.add_argument("--seed", type=int, default=1)
   parser.add_argument("--count", type=int, default=20)
-  parser.add_argument("--tree", default=os.path.join(CACHE, "mutants"))
+  parser.add_argument("--tree", default=tree_of("mutants"))
   parser.add_argument("--longest", type=int, default=30, help="seconds of a test that is run")
   parser.add_argument("--grace", type=int, default=15, help="seconds")
   parser.add_argument("--log")

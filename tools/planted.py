@@ -4,12 +4,13 @@
   tools/planted.py [--seeds N] [--table] [--tree DIR] [NAME...]
 
 Runs the simulation with one defect after the other (those named, or all) on the seeds from 0, until one
-fails, and prints which. Ends with 1 if one is not found within N seeds (default 3000), or if the patch
-and the table of docs/testing.md do not have the same defects. The seeds change with the code, so that
-those of the table are of a day; --table writes them anew.
+fails, and prints which; and where tests/simulation/cases has a program of its name, how many of 20 seeds
+of that fail. Ends with 1 if one is not found within N seeds (default 3000), or by its case, or if the
+patch and the table of docs/testing.md do not have the same defects. The seeds change with the code, so
+that those of the table are of a day; --table writes them anew.
 
-The tree (DIR, default "planted" in the project's cache) is a work tree of HEAD, with the patch, and kept:
-the next run builds on it.
+The tree (DIR, by default one of this clone in the project's cache) is a work tree of HEAD, with the patch,
+and kept: the next run builds on it.
 """
 
 import argparse
@@ -18,22 +19,24 @@ import re
 import subprocess
 import sys
 
-from mutate import CACHE, bazel, git, prepare
+from mutate import bazel, git, prepare, tree_of
 
 PATCH = "tests/simulation/planted.patch"
+CASES = "tests/simulation/cases"
 PAGE = "docs/testing.md"
 TABLE = re.compile(r"(?<=\| planted \| defect \| first seed \|\n\| --- \| --- \| --- \|\n)(?:\|.*\n)+")
 
 
-def first_seed(tree, name, seeds):
-  """The first seed that fails with a defect, and why; None if there is none."""
-  ran = subprocess.run([os.path.join(tree, "bazel-bin/tests/simulation/simulation"), "--seeds",
-                        str(seeds), "--first", "--whole"], env={**os.environ, "DISTGRAD_PLANTED": name},
-                       stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+def failures(tree, name, *options):
+  """The seeds that fail with a defect, each with its reason; the earliest first."""
+  program = os.path.join(tree, "bazel-bin/tests/simulation/simulation")
+  ran = subprocess.run([program, "--whole", *options],
+                       env={**os.environ, "DISTGRAD_PLANTED": name}, stdin=subprocess.DEVNULL,
+                       capture_output=True, text=True, check=False)
   found = re.findall(r"^seed (\d+): (.*)", ran.stdout, re.M)
   if not found and ran.returncode != 0:
     raise SystemExit(f"{name}: the simulation could not run:\n{ran.stdout}{ran.stderr}")
-  return min(((int(seed), why) for seed, why in found), default=None)
+  return sorted((int(seed), why) for seed, why in found)
 
 
 def main():
@@ -41,7 +44,7 @@ def main():
   parser.add_argument("names", nargs="*", metavar="NAME")
   parser.add_argument("--seeds", type=int, default=3000)
   parser.add_argument("--table", action="store_true", help=f"write the seeds into {PAGE}")
-  parser.add_argument("--tree", default=os.path.join(CACHE, "planted"))
+  parser.add_argument("--tree", default=tree_of("planted"))
   options = parser.parse_args()
   with open(PATCH, encoding="utf-8") as patch:
     planted = set(re.findall(r'Planted\("(\w+)"\)', patch.read()))
@@ -62,11 +65,16 @@ def main():
     raise SystemExit(built.stdout + built.stderr)
   found = {}
   for name in options.names or sorted(planted):
-    seed = first_seed(tree, name, options.seeds)
-    print(f"{name}: " + (f"seed {seed[0]}: {seed[1]}" if seed else
-                         f"NOT FOUND by {options.seeds} seeds"), flush=True)
-    if seed:
-      found[name] = seed[0]
+    said = []
+    failed = failures(tree, name, "--first", "--seeds", str(options.seeds))
+    said.append(f"seed {failed[0][0]}" if failed else f"NOT FOUND by {options.seeds} seeds")
+    case = os.path.abspath(os.path.join(CASES, name + ".txt"))
+    in_case = failures(tree, name, "--case", case, "--seeds", "20") if os.path.exists(case) else None
+    if in_case is not None:
+      said.append(f"{len(in_case)} of 20 seeds of its case" if in_case else "NOT FOUND by its case")
+    print(f"{name}: {', '.join(said)}" + (f": {failed[0][1]}" if failed else ""), flush=True)
+    if failed and in_case != []:
+      found[name] = failed[0][0]
   missed = len(options.names or planted) - len(found)
   print(f"{len(found)} of {len(found) + missed} planted defects are found")
   if options.table and not missed and not options.names:
