@@ -5,7 +5,7 @@
 
 Runs the simulation with one defect after the other (those named, or all) on the seeds from 0, until one
 fails, and prints which; and where tests/simulation/cases has a program of its name, how many of 20 seeds
-of that fail. Ends with 1 if one is not found within N seeds (default 3000), or by its case, or if the
+of that fail. Ends with 1 if one is not found within N seeds (default 5000), or by its case, or if the
 patch and the table of docs/testing.md do not have the same defects. The seeds change with the code, so
 that those of the table are of a day; --table writes them anew.
 
@@ -42,7 +42,7 @@ def failures(tree, name, *options):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
   parser.add_argument("names", nargs="*", metavar="NAME")
-  parser.add_argument("--seeds", type=int, default=3000)
+  parser.add_argument("--seeds", type=int, default=5000)
   parser.add_argument("--table", action="store_true", help=f"write the seeds into {PAGE}")
   parser.add_argument("--tree", default=tree_of("planted"))
   options = parser.parse_args()
