@@ -372,7 +372,8 @@ void Job::CheckStagesAreFree() {
     const auto pipeline = NewPipeline(WorkerAt(owners[0]).get(), *model, ByStages(*model));
     // A driver that is lost may have them for an evaluation until its deadline; and the first call
     // to a worker that has come back may meet a connection with what it was before.
-    const Deadline end = Deadline::After(killed_ ? 2 * kTimeout : absl::ZeroDuration());
+    // And a thread may stand still in a function of a step whose deadline has passed.
+    const Deadline end = Deadline::After(killed_ ? 2 * kTimeout : absl::Seconds(5));
     absl::Status status;
     while (true) {
       const Deadline deadline = Deadline::After(kTimeout);
