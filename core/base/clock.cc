@@ -74,12 +74,15 @@ class SystemClock final : public Clock {
         wake_.wait_until(
             lock, Steady::now() + absl::ToChronoNanoseconds(std::min(left, absl::Hours(24))));
       } else {
-        internal::TimerQueue::Callback callback = timers_.Pop();
+        internal::TimerQueue::Firing timer = timers_.Fire();
         // Awake: this thread looks at the queue again before it sleeps.
         sleeping_until_ = absl::InfinitePast();
         lock.unlock();
-        callback();
-        callback = nullptr;
+        const bool called = internal::TimerQueue::Call(timer);
+        lock.lock();
+        timers_.Fired(timer, called, Now());
+        lock.unlock();
+        timer = {};
         lock.lock();
       }
     }

@@ -31,7 +31,8 @@ class Clock {
 
   // Calls `callback` once, at or after `when`, on the clock's own thread, with no lock held;
   // it must not block. Timers of the same time fire in the order in which they were set;
-  // absl::InfiniteFuture() never fires.
+  // absl::InfiniteFuture() never fires. One whose callback throws std::bad_alloc fires again a
+  // moment later, unless it is cancelled before: so what must not be done twice comes last.
   virtual TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) = 0;
 
   // Takes a timer back. False if it has fired, is firing, or is not known; then nothing is

@@ -107,6 +107,39 @@ TEST(FakeClockTest, TimersSetInACallbackRunIfDue) {
   EXPECT_EQ(fired, (std::vector<absl::Time>{start + absl::Seconds(2)}));
 }
 
+// Its thread has nobody to tell, and what it was to do is to be done.
+TEST(FakeClockTest, ATimerWithoutMemoryFiresAgain) {
+  FakeClock clock;
+  int calls = 0;
+  clock.At(clock.Now(), [&] {
+    if (++calls < 3) throw std::bad_alloc();
+  });
+  clock.Advance(absl::ZeroDuration());
+  EXPECT_EQ(calls, 1);
+  clock.Advance(absl::Seconds(1));
+  EXPECT_EQ(calls, 3);
+  EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+}
+
+TEST(FakeClockTest, ATimerWithoutMemoryCanBeCancelled) {
+  for (const bool within : {false, true}) {
+    FakeClock clock;
+    Clock::TimerId timer = 0;
+    int calls = 0;
+    timer = clock.At(clock.Now(), [&] {
+      ++calls;
+      if (within) {
+        EXPECT_FALSE(clock.Cancel(timer));
+      }
+      throw std::bad_alloc();
+    });
+    clock.Advance(absl::ZeroDuration());
+    EXPECT_EQ(clock.Cancel(timer), !within);
+    clock.Advance(absl::Seconds(1));
+    EXPECT_EQ(calls, 1);
+  }
+}
+
 TEST(FakeClockTest, InfiniteFutureNeverFires) {
   FakeClock clock;
   const Clock::TimerId timer = clock.At(absl::InfiniteFuture(), [] { FAIL(); });
@@ -178,6 +211,17 @@ TEST(SystemClockTest, AnEarlierTimerOvertakesALaterOne) {
   past.WaitForNotification();
   EXPECT_TRUE(clock->Cancel(late));
   EXPECT_TRUE(clock->Cancel(never));
+}
+
+TEST(SystemClockTest, ATimerWithoutMemoryFiresAgain) {
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
+  absl::Notification done;
+  int calls = 0;  // on the clock's thread
+  clock->At(clock->Now(), [&] {
+    if (++calls < 3) throw std::bad_alloc();
+    done.Notify();
+  });
+  done.WaitForNotification();
 }
 
 TEST(SystemClockTest, TimersOfTheSameTimeKeepTheirOrder) {

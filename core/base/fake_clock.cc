@@ -25,7 +25,7 @@ bool FakeClock::Cancel(TimerId timer) {
 
 void FakeClock::AdvanceTo(absl::Time to) {
   while (true) {
-    internal::TimerQueue::Callback callback;
+    internal::TimerQueue::Firing timer;
     {
       absl::MutexLock lock(&mu_);
       const absl::Time next = timers_.Next();
@@ -34,9 +34,11 @@ void FakeClock::AdvanceTo(absl::Time to) {
         return;
       }
       now_ = std::max(now_, next);
-      callback = timers_.Pop();
+      timer = timers_.Fire();
     }
-    callback();
+    const bool called = internal::TimerQueue::Call(timer);
+    absl::MutexLock lock(&mu_);
+    timers_.Fired(timer, called, now_);
   }
 }
 

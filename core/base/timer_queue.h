@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <new>
 #include <unordered_map>
 #include <utility>
 
@@ -16,9 +17,12 @@ namespace distgrad::internal {
 // Needs a lock of its owner's around it; what it hands out is to be called and destroyed
 // outside that lock.
 class TimerQueue {
+  using Timers = std::map<std::pair<absl::Time, uint64_t>, absl::AnyInvocable<void()>>;
+
  public:
   using Id = uint64_t;  // Clock::TimerId
   using Callback = absl::AnyInvocable<void()>;
+  using Firing = Timers::node_type;
 
   // Where there is no memory the callback stays with the caller.
   Id Add(absl::Time when, Callback&& callback) {
@@ -30,11 +34,13 @@ class TimerQueue {
     return id;
   }
 
-  // Takes a timer out; null if there is no such timer.
+  // Takes a timer out; null if there is no such timer, or it is firing.
   Callback Remove(Id id) {
     const auto found = when_.find(id);
     if (found == when_.end()) return nullptr;
-    return Extract(timers_.find({found->second, id}));
+    const auto timer = timers_.find({found->second, id});
+    when_.erase(found);
+    return timer == timers_.end() ? nullptr : std::move(timers_.extract(timer).mapped());
   }
 
   // The time of the first timer; InfiniteFuture when there is none.
@@ -42,22 +48,43 @@ class TimerQueue {
     return timers_.empty() ? absl::InfiniteFuture() : timers_.begin()->first.first;
   }
 
-  // The first timer; there must be one.
-  Callback Pop() { return Extract(timers_.begin()); }
-
- private:
-  using Timers = std::map<std::pair<absl::Time, Id>, Callback>;
-
-  Callback Extract(Timers::iterator timer) {
-    Callback callback = std::move(timer->second);
-    when_.erase(timer->first.second);
-    timers_.erase(timer);
-    return callback;
+  // Takes the first timer out; there must be one.
+  Callback Pop() {
+    Firing first = Fire();
+    when_.erase(first.key().second);
+    return std::move(first.mapped());
   }
 
+  // The same in parts, for a timer that may have to fire again: Fire() under the lock, Call()
+  // without it, and Fired() under it. That puts back one which there was no memory to call, unless
+  // it was removed meanwhile; it needs no memory itself. What is left of the timer is destroyed
+  // outside the lock.
+  Firing Fire() { return timers_.extract(timers_.begin()); }
+  static bool Call(Firing& timer) {
+    try {
+      timer.mapped()();
+      return true;
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
+  void Fired(Firing& timer, bool called, absl::Time now) {
+    const auto found = when_.find(timer.key().second);
+    if (found == when_.end()) return;
+    if (called) {
+      when_.erase(found);
+    } else {
+      found->second = timer.key().first = now + kAgain;
+      timers_.insert(std::move(timer));
+    }
+  }
+
+ private:
+  static constexpr absl::Duration kAgain = absl::Milliseconds(10);
+
   Id last_id_ = 0;
-  Timers timers_;  // the id orders timers of the same time
-  std::unordered_map<Id, absl::Time> when_;
+  Timers timers_;                            // the id orders timers of the same time
+  std::unordered_map<Id, absl::Time> when_;  // also of those that are firing
 };
 
 }  // namespace distgrad::internal

@@ -5,6 +5,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
+#include <new>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -274,8 +275,18 @@ void NcclCommunicators::SetTimers() {
 void NcclCommunicators::Watch() {
   absl::MutexLock lock(&mu_);
   Check();
-  watched_ = false;
-  SetTimers();
+  SetAgain(watched_);
+}
+
+void NcclCommunicators::SetAgain(bool& timer) {
+  timer = false;
+  try {
+    SetTimers();
+  } catch (const std::bad_alloc&) {
+    if (timer) return;  // the other one is set when this one fires
+    timer = true;       // the clock calls again
+    throw;
+  }
 }
 
 // Calls nothing that could wait for the devices.
@@ -298,8 +309,7 @@ void NcclCommunicators::FailIfLate(absl::Duration grace) {
 void NcclCommunicators::Query() {
   if (!left_) QueryUntilOneRuns();
   absl::MutexLock lock(&mu_);
-  queried_ = false;
-  SetTimers();
+  SetAgain(queried_);
 }
 
 void NcclCommunicators::QueryUntilOneRuns() {

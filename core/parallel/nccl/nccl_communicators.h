@@ -127,6 +127,8 @@ class NcclCommunicators {
   void Query();
   void QueryUntilOneRuns();
   void SetTimers() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Does so at the end of one of them, whose flag is given.
+  void SetAgain(bool& timer) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Check() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailIfLate(absl::Duration grace) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Fail(absl::Status why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
