@@ -43,11 +43,7 @@ dg_error* Guard(F&& body) noexcept {
   try {
     return ToError(body());
   } catch (...) {
-    try {
-      return ToError(StatusFromException(std::current_exception()));
-    } catch (...) {
-      return ToError(absl::ResourceExhaustedError(""));
-    }
+    return ToError(StatusFromException(std::current_exception()));
   }
 }
 

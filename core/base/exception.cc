@@ -17,20 +17,25 @@ const absl::Status* const kOutOfMemory =
 }  // namespace
 
 absl::Status StatusFromStdException(std::exception_ptr exception) {
+  // What a handler below throws, where there is no memory for a text, is bad_alloc, too.
   try {
-    std::rethrow_exception(std::move(exception));
+    try {
+      std::rethrow_exception(std::move(exception));
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const std::out_of_range& e) {
+      return absl::InvalidArgumentError(e.what());
+    } catch (const std::invalid_argument& e) {
+      return absl::InvalidArgumentError(e.what());
+    } catch (const std::length_error& e) {  // of a size that no memory can have
+      return absl::InvalidArgumentError(e.what());
+    } catch (const std::exception& e) {
+      return absl::InternalError(e.what());
+    } catch (...) {
+      return absl::InternalError("something was thrown that is not a std::exception");
+    }
   } catch (const std::bad_alloc&) {
     return *kOutOfMemory;
-  } catch (const std::out_of_range& e) {
-    return absl::InvalidArgumentError(e.what());
-  } catch (const std::invalid_argument& e) {
-    return absl::InvalidArgumentError(e.what());
-  } catch (const std::length_error& e) {  // of a size that no memory can have
-    return absl::InvalidArgumentError(e.what());
-  } catch (const std::exception& e) {
-    return absl::InternalError(e.what());
-  } catch (...) {
-    return absl::InternalError("something was thrown that is not a std::exception");
   }
 }
 

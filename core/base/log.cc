@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -77,20 +78,26 @@ bool WriteToSink(LogSeverity severity, absl::string_view text) {
   return written;
 }
 
-}  // namespace
-
-LogLine::~LogLine() {
-  const std::string message = stream_.str();
-  if (WriteToSink(severity_, message)) return;
+void WriteLine(LogSeverity severity, const char* file, int line, const std::string& message) {
+  if (WriteToSink(severity, message)) return;
   static constexpr char kLetters[] = "IWE";
-  std::ostringstream line;
-  line << kLetters[static_cast<int>(severity_)] << " "
-       << absl::FormatTime("%Y-%m-%dT%H:%M:%E6S", absl::Now(), absl::UTCTimeZone()) << "Z " << file_
-       << ":" << line_ << "] " << message << "\n";
-  const std::string text = line.str();
+  std::ostringstream text_of_line;
+  text_of_line << kLetters[static_cast<int>(severity)] << " "
+               << absl::FormatTime("%Y-%m-%dT%H:%M:%E6S", absl::Now(), absl::UTCTimeZone()) << "Z "
+               << file << ":" << line << "] " << message << "\n";
+  const std::string text = text_of_line.str();
   // Lines of several threads and processes on one terminal do not mix. A log that cannot be
   // written has nowhere to say so.
   [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, text.data(), text.size());
+}
+
+}  // namespace
+
+LogLine::~LogLine() {
+  try {
+    WriteLine(severity_, file_, line_, stream_.str());
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the line is lost
+  }
 }
 
 }  // namespace distgrad::internal

@@ -14,6 +14,7 @@
 #include "core/base/check.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -39,6 +40,18 @@ TEST(LogTest, OneLineFromTheThresholdOn) {
   EXPECT_EQ(evaluated, 0);
   EXPECT_THAT(text, testing::MatchesRegex("W [-0-9T:.]+Z [^\n]*log_test.cc:[0-9]+\\] but this 7\n"
                                           "E [-0-9T:.]+Z [^\n]*log_test.cc:[0-9]+\\] and this\n"));
+}
+
+// Its destructor would end the process.
+TEST(LogTest, WithoutMemoryTheLineIsLost) {
+  testing::internal::CaptureStderr();
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    FailAllocation(nth);
+    DG_LOG(WARNING) << "of more characters than a std::string has without memory of its own";
+    failed = FailAllocation(-1);
+  }
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), testing::EndsWith("memory of its own\n"));
 }
 
 // It is read once, so each value needs a process of its own.

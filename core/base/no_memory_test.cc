@@ -7,6 +7,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 #include "core/base/future.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
@@ -36,6 +37,18 @@ void FailEachAllocation(const std::function<void()>& call) {
       EXPECT_TRUE(FailAllocation(-1));
     }
   }
+}
+
+TEST(NoMemoryTest, WhatCannotBeLeftOutIsDoneOnceThereIsMemory) {
+  int calls = 0;
+  FailAllocation(1, /*count=*/3);
+  const std::string text = AwaitMemory([&] {
+    ++calls;
+    return absl::StrCat(std::string(100, 'x'), "y");
+  });
+  EXPECT_TRUE(FailAllocation(-1));
+  EXPECT_EQ(calls, 4);
+  EXPECT_EQ(text, std::string(100, 'x') + "y");
 }
 
 // Too long to lie within a string, so that a copy of it asks for memory.

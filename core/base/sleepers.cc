@@ -2,6 +2,9 @@
 #include "core/base/sleepers.h"
 
 #include <algorithm>
+#include <new>
+
+#include "absl/time/clock.h"
 
 namespace distgrad {
 
@@ -9,7 +12,14 @@ bool Sleepers::Await(absl::Mutex* mu, const absl::Condition& condition, Deadline
   while (!condition.Eval()) {
     if (deadline.Passed()) return false;
     Sleeper sleeper;
-    sleepers_.push_back(&sleeper);
+    try {
+      sleepers_.push_back(&sleeper);
+    } catch (const std::bad_alloc&) {  // nobody can wake it, so it looks now and then
+      mu->Unlock();
+      absl::SleepFor(absl::Milliseconds(1));
+      mu->Lock();
+      continue;
+    }
     mu->Unlock();
     sleeper.Sleep(deadline);
     mu->Lock();

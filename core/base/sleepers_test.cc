@@ -8,6 +8,7 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/wall_clock.h"
 
 namespace distgrad {
@@ -46,6 +47,14 @@ TEST(SleepersTest, ADeadlineEndsTheWait) {
   Flag flag;
   EXPECT_FALSE(flag.Await(absl::InfinitePast()));
   EXPECT_FALSE(flag.Await(Deadline::After(absl::Milliseconds(1))));
+}
+
+// Destructors wait, too.
+TEST(SleepersTest, WithoutMemoryTheWaitEndsAllTheSame) {
+  Flag flag;
+  FailAllocation(0, /*count=*/3);
+  EXPECT_FALSE(flag.Await(Deadline::After(absl::Milliseconds(100))));
+  EXPECT_TRUE(FailAllocation(-1));
 }
 
 TEST(SleepersTest, AllAreWoken) {

@@ -1,6 +1,7 @@
 // Records spans into a bounded list while a trace runs.
 #include "core/base/trace.h"
 
+#include <new>
 #include <utility>
 
 namespace distgrad {
@@ -42,8 +43,12 @@ void TraceRecorder::End(std::unique_ptr<TraceSpan> span, absl::Time end,
     ++trace_.dropped;
     return;
   }
-  bytes_ += bytes;
-  trace_.spans.push_back(*std::move(span));
+  try {
+    trace_.spans.push_back(*std::move(span));
+    bytes_ += bytes;
+  } catch (const std::bad_alloc&) {  // what was traced is not to fail for it
+    ++trace_.dropped;
+  }
 }
 
 }  // namespace distgrad

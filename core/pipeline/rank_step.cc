@@ -1101,11 +1101,7 @@ void RankStep::Run() {
                                                        "worker '",
                                                        worker_->name(), "'"));
   } catch (...) {  // there was no memory
-    try {
-      result = StatusFromException(std::current_exception());
-    } catch (...) {
-      result = absl::Status(absl::StatusCode::kResourceExhausted, "");  // which needs none
-    }
+    result = StatusFromException(std::current_exception());
   }
   // Other ranks of this replica may have averaged already. If the step were taken again, they would
   // average with the other replicas' next step, and this rank with the one that failed.

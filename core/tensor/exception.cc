@@ -40,13 +40,17 @@ absl::Status StatusFromException(std::exception_ptr exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const c10::Error& e) {
-    absl::Status status(CodeOf(e), e.what_without_backtrace());
-    if (const auto* ours = dynamic_cast<const StatusError*>(&e)) {
-      ours->status().ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
-        status.SetPayload(url, payload);
-      });
+    try {
+      absl::Status status(CodeOf(e), e.what_without_backtrace());
+      if (const auto* ours = dynamic_cast<const StatusError*>(&e)) {
+        ours->status().ForEachPayload([&](absl::string_view url, const absl::Cord& payload) {
+          status.SetPayload(url, payload);
+        });
+      }
+      return status;
+    } catch (...) {  // there is no memory for it
+      return StatusFromStdException(std::current_exception());
     }
-    return status;
   } catch (...) {
     return StatusFromStdException(std::move(exception));
   }

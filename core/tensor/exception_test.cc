@@ -5,9 +5,11 @@
 
 #include <new>
 #include <stdexcept>
+#include <string>
 
 #include "absl/strings/match.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -44,6 +46,27 @@ TEST(StatusFromException, OtherExceptions) {
   EXPECT_EQ(Caught([] { throw std::out_of_range("r"); }), absl::InvalidArgumentError("r"));
   EXPECT_EQ(Caught([] { throw std::runtime_error("e"); }), absl::InternalError("e"));
   EXPECT_EQ(Caught([] { throw 7; }).code(), absl::StatusCode::kInternal);
+}
+
+// Who handles an exception has nothing above it that would handle another one.
+TEST(StatusFromException, WithoutMemoryForAStatusItSaysThat) {
+  const std::string long_text(100, 'x');
+  const auto caught = [](const auto& exception) {
+    absl::Status status;
+    try {
+      throw exception;
+    } catch (...) {
+      FailAllocation(0);
+      status = StatusFromException(std::current_exception());
+    }
+    EXPECT_TRUE(FailAllocation(-1));
+    return status.code();
+  };
+  EXPECT_EQ(caught(std::runtime_error(long_text)), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(caught(c10::Error({__func__, __FILE__, __LINE__}, long_text)),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(caught(StatusError(absl::DataLossError(long_text))),
+            absl::StatusCode::kResourceExhausted);
 }
 
 }  // namespace

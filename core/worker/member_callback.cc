@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "core/base/blocking.h"
@@ -51,8 +52,13 @@ void MemberCallback::OnEvents() {
     if (function_ == nullptr || scheduled_) return;
     scheduled_ = true;
   }
-  // A pool that is closed takes no more: the worker ends.
-  pool_->Schedule([this] { Run(); });
+  try {
+    // A pool that is closed takes no more: the worker ends.
+    pool_->Schedule([this] { Run(); });
+  } catch (const std::bad_alloc&) {  // whoever has the next event does it
+    absl::MutexLock lock(&mu_);
+    scheduled_ = false;
+  }
 }
 
 std::unique_ptr<MemberEvent> MemberCallback::Next() {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/base/await_memory.h"
 #include "core/base/blocking.h"
 #include "core/base/log.h"
 #include "core/base/processors.h"
@@ -160,17 +161,20 @@ void WorkerImpl::Join() {
   if (joined_.exchange(true)) return;
   member_sync_.Stop();
   const BlockingScope blocking;
-  Abort();
+  // Destructors call this: so it waits where there is no memory for it.
+  AwaitMemory([this] { Abort(); });
   member_callback_.Set(nullptr);
   lookups_.Close();
   pool_.Join();
   engine_.Join();
   // The clock's thread may be in the agent or in a pass, and go on to the transport.
   absl::Notification idle;
-  clock_->At(absl::InfinitePast(), [&idle] { idle.Notify(); });
+  AwaitMemory([&] { clock_->At(absl::InfinitePast(), [&idle] { idle.Notify(); }); });
   idle.WaitForNotification();
   job_.transport.reset();
-  for (const auto& context : contexts_.All()) engine_.Release(context->id());
+  for (const auto& context : AwaitMemory([this] { return contexts_.All(); })) {
+    engine_.Release(context->id());
+  }
 }
 
 absl::StatusOr<std::shared_ptr<const DeviceMap>> WorkerImpl::DevicesWith(WorkerRank worker) {

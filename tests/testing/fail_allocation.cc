@@ -9,6 +9,7 @@
 namespace {
 
 thread_local int left = -1;  // before the one that fails
+thread_local int fail = 1;   // so many
 thread_local bool failed = false;
 
 }  // namespace
@@ -16,10 +17,12 @@ thread_local bool failed = false;
 // The forms with std::nothrow are here too: those of AddressSanitizer would not fit the delete
 // below.
 void* operator new(size_t size, const std::nothrow_t&) noexcept {
-  if (left >= 0 && left-- == 0) {
+  if (left == 0) {
+    if (--fail == 0) left = -1;
     failed = true;
     return nullptr;
   }
+  if (left > 0) --left;
   return std::malloc(size);
 }
 void* operator new[](size_t size, const std::nothrow_t&) noexcept {
@@ -39,8 +42,9 @@ void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free
 
 namespace distgrad {
 
-bool FailAllocation(int nth) {
+bool FailAllocation(int nth, int count) {
   left = nth;
+  fail = count;
   return std::exchange(failed, false);
 }
 

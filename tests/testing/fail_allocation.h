@@ -5,9 +5,10 @@
 
 namespace distgrad {
 
-// Has this thread's allocation number `nth` from now on throw, where 0 is the next; none if it is
-// negative. Returns whether one has since the last call.
-bool FailAllocation(int nth);
+// Has this thread's allocation number `nth` from now on throw, where 0 is the next, and those that
+// follow it if `count` is more than 1; none if `nth` is negative. Returns whether one has since the
+// last call.
+bool FailAllocation(int nth, int count = 1);
 
 }  // namespace distgrad
 
