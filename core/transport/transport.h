@@ -46,7 +46,8 @@ class Connection {
   // call, with no lock held, and must not block.
   virtual void Send(Packet packet, SendDone done) = 0;
 
-  // Ends the connection at both ends. Packets in flight may be lost. Returns at once.
+  // Ends the connection at both ends. Packets in flight may be lost. Returns at once, and throws
+  // nothing.
   virtual void Close() = 0;
 };
 

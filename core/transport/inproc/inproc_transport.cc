@@ -5,12 +5,14 @@
 #include <deque>
 #include <new>
 #include <set>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "core/base/await_memory.h"
 #include "core/base/status.h"
 #include "core/base/thread_pool.h"
 
@@ -47,8 +49,8 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
 
   void Close() override { CloseBoth("closed", /*by_caller=*/true); }
 
-  // Ends this end, once; the first reason stays.
-  void Finish(absl::Status why, bool by_caller);
+  // Ends this end, once; the first reason stays. Where that throws nothing has changed.
+  void Finish(const absl::Status& why, bool by_caller);
 
   // Runs `task` on the node's thread, before OnClosed; false if the end is closed.
   bool PostIfOpen(ThreadPool::Task task);
@@ -63,6 +65,8 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
   // Takes `done` where the packet is held.
   absl::Status TrySend(const Packet& packet, SendDone& done);
   void CloseBoth(absl::string_view how, bool by_caller);
+  // The last that is called for this end, on the node's thread.
+  void End();
   // Makes `copy` arrive at this end.
   void Arrive(Packet copy);
 
@@ -181,26 +185,33 @@ void InprocEnd::Arrive(Packet copy) {
   });
 }
 
-void InprocEnd::Finish(absl::Status why, bool by_caller) {
-  std::shared_ptr<InprocEnd> peer;
-  {
-    absl::MutexLock lock(&mu_);
-    if (by_caller) closed_by_caller_ = true;
-    if (!closed_.ok()) return;
-    closed_ = why;
-    std::deque<std::pair<Packet, SendDone>> lost;
-    lost.swap(held_);
-    peer.swap(peer_);
-    // Under the lock, so that whoever finds the end closed knows that this is on its way.
-    node_->Post([self = shared_from_this(), lost = std::move(lost), why]() mutable {
-      for (auto& [packet, done] : lost) {
-        packet = Packet();
-        if (done) done(why);
-      }
-      if (const auto receiver = std::move(self->receiver_)) receiver->OnClosed(why);
-      self->node_->Forget(self);
-    });
+void InprocEnd::Finish(const absl::Status& why, bool by_caller) {
+  std::shared_ptr<InprocEnd> peer;  // ends outside the lock
+  absl::MutexLock lock(&mu_);
+  if (by_caller) closed_by_caller_ = true;
+  if (!closed_.ok()) return;
+  // Under the lock, so that whoever finds the end closed knows that this is on its way.
+  node_->Post([self = shared_from_this()] { self->End(); });
+  closed_ = why;
+  peer.swap(peer_);
+}
+
+void InprocEnd::End() {
+  absl::Status why;
+  for (;;) {
+    std::pair<Packet, SendDone> lost;  // ends outside the lock
+    {
+      absl::MutexLock lock(&mu_);
+      why = closed_;
+      if (held_.empty()) break;
+      lost = std::move(held_.front());
+      held_.pop_front();
+    }
+    lost.first = Packet();
+    if (lost.second) lost.second(why);
   }
+  if (const auto receiver = std::move(receiver_)) receiver->OnClosed(why);
+  node_->Forget(shared_from_this());
 }
 
 void InprocEnd::CloseBoth(absl::string_view how, bool by_caller) {
@@ -209,14 +220,18 @@ void InprocEnd::CloseBoth(absl::string_view how, bool by_caller) {
     absl::MutexLock lock(&mu_);
     peer = peer_;
   }
-  const std::string text = absl::StrCat("the connection to ", peer_address_, " was ", how);
-  Finish(
-      by_caller ? absl::CancelledError(absl::StrCat(text, " here")) : absl::UnavailableError(text),
-      by_caller);
+  AwaitMemory([&] {
+    const std::string text = absl::StrCat("the connection to ", peer_address_, " was ", how);
+    Finish(by_caller ? absl::CancelledError(absl::StrCat(text, " here"))
+                     : absl::UnavailableError(text),
+           by_caller);
+  });
   if (peer == nullptr) return;
-  peer->Finish(absl::UnavailableError(absl::StrCat("the connection to ", node_->address(), " was ",
-                                                   how, by_caller ? " there" : "")),
-               /*by_caller=*/false);
+  AwaitMemory([&] {
+    peer->Finish(absl::UnavailableError(absl::StrCat("the connection to ", node_->address(),
+                                                     " was ", how, by_caller ? " there" : "")),
+                 /*by_caller=*/false);
+  });
 }
 
 bool InprocEnd::PostIfOpen(ThreadPool::Task task) {
@@ -226,7 +241,7 @@ bool InprocEnd::PostIfOpen(ThreadPool::Task task) {
 
 void InprocEnd::ReleaseHeld() {
   absl::MutexLock lock(&mu_);
-  if (held_.empty()) return;
+  if (!closed_.ok() || held_.empty()) return;
   for (auto& [packet, done] : held_) peer_->Arrive(std::move(packet));
   // Under the lock: while an end is open its node runs.
   node_->Post([held = std::exchange(held_, {})]() mutable {
@@ -244,7 +259,7 @@ void InprocNode::Stop() {
     absl::MutexLock lock(&mu_);
     stopping_ = true;
   }
-  for (const auto& end : Ends()) end->Close();
+  for (const auto& end : AwaitMemory([this] { return Ends(); })) end->Close();
   thread_.Join();
   accept_ = nullptr;
 }

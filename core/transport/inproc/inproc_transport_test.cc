@@ -6,8 +6,11 @@
 #include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "core/transport/transport_conformance.h"
+#include "core/transport/transport_testing.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -143,6 +146,36 @@ TEST(InprocTransportTest, AnAcceptThatGivesNoReceiverRefuses) {
   auto connection = client->Connect(address, receiver).value();
   connection->Send(Packet{}, nullptr);
   EXPECT_EQ(receiver->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+}
+
+// Others wait to hear of the end. It may come in a destructor.
+TEST(InprocTransportTest, WithoutMemoryAConnectionAndATransportEndAllTheSame) {
+  for (const bool ends_transport : {false, true}) {
+    for (int count = 1; count <= 3; ++count) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        SCOPED_TRACE(absl::StrCat(ends_transport, ": ", count, " allocations from ", nth));
+        auto network = std::make_shared<InprocNetwork>();
+        auto server = NewInprocTransport(network);
+        auto client = NewInprocTransport(network);
+        auto here = std::make_shared<RecordingReceiver>();
+        auto there = std::make_shared<RecordingReceiver>();
+        const std::string address = server->Listen([&](auto) { return there; }).value();
+        const auto connection = client->Connect(address, here).value();
+        connection->Send(Packet{}, nullptr);
+        there->AwaitPackets(1);
+        FailAllocation(nth, count);
+        if (ends_transport) {
+          client = nullptr;
+        } else {
+          connection->Close();
+        }
+        failed = FailAllocation(-1);
+        EXPECT_EQ(here->AwaitClosed().code(), absl::StatusCode::kCancelled);
+        EXPECT_EQ(there->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+      }
+    }
+  }
 }
 
 TEST(InprocTransportTest, NetworksAreApart) {
