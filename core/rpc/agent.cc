@@ -10,6 +10,13 @@
 #include "core/base/status.h"
 
 namespace distgrad {
+namespace {
+
+// Made before main(), for later there may be no memory for it.
+const absl::Status* const kShuttingDown =
+    new absl::Status(absl::CancelledError("this worker is shutting down"));
+
+}  // namespace
 
 Agent::Agent(Clock* clock, Transport* transport, AgentService* service, const AgentOptions& options)
     : clock_(clock),
@@ -32,9 +39,8 @@ absl::Status Agent::Start(const WorkerInfo& self, std::vector<WorkerInfo> worker
 
 void Agent::Close() {
   StopWatching();
-  const absl::Status why = absl::CancelledError("this worker is shutting down");
-  calls_->Close(why);
-  links_->Close(why);
+  calls_->Close(*kShuttingDown);
+  links_->Close(*kShuttingDown);
 }
 
 absl::StatusOr<WorkerRank> Agent::FindWorker(int rank) const {

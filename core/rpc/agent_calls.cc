@@ -1,5 +1,7 @@
 // Sends the calls and notices of an agent, and dispatches what arrives by the kind of its frame.
+#include <exception>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -7,6 +9,8 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
+#include "core/base/exception.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -132,17 +136,21 @@ CallCounters* Agent::CountNotice(WorkerRank peer, bool served) {
 
 void Agent::Notify(WorkerRank to, Packet notice) {
   const uint64_t size = notice.size();
-  const absl::StatusOr<std::shared_ptr<Link>> link = links_->To(to);
+  const absl::StatusOr<std::shared_ptr<Link>> link = AwaitMemory([&] { return links_->To(to); });
   if (!link.ok()) {
     if (!absl::IsCancelled(link.status())) service_->OnPeerLost(to, link.status());
     return;
   }
-  CountNotice(to, /*served=*/false)->bytes_sent += size;
-  if (size > limits_.message_bytes) {
-    // It is lost, and the other end shall know that something is.
-    (*link)->Close(TooLarge("a notice", size));
-  } else {
-    (*link)->Send(std::move(notice));
+  // Where it is lost the other end shall know that something is.
+  try {
+    CountNotice(to, /*served=*/false)->bytes_sent += size;
+    if (size > limits_.message_bytes) {
+      (*link)->Close(TooLarge("a notice", size));
+    } else {
+      (*link)->Send(std::move(notice));
+    }
+  } catch (const std::bad_alloc&) {
+    (*link)->Close(StatusFromStdException(std::current_exception()));
   }
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -59,13 +60,16 @@ void Agent::Watch(bool is_first) {
     watch_timer_.reset();
   }
   if (!watch_.watches()) return;
-  const std::vector<WorkerRank> wanted =
-      watch_.Tick(is_first, [this](WorkerRank peer) { return links_->HasHeardFrom(peer); });
   ArmWatch(std::min(watch_interval_, kLongest), /*is_first=*/false);
-  // An attempt of it that failed at its end alone may have left no trace here.
-  const std::optional<WorkerRank> before = peers_->Before();
-  if (!is_first && before && !links_->HasHeardFrom(*before)) service_->OnUnwatched();
-  for (const WorkerRank peer : wanted) links_->Ping(peer);
+  try {
+    const std::vector<WorkerRank> wanted =
+        watch_.Tick(is_first, [this](WorkerRank peer) { return links_->HasHeardFrom(peer); });
+    // An attempt of it that failed at its end alone may have left no trace here.
+    const std::optional<WorkerRank> before = peers_->Before();
+    if (!is_first && before && !links_->HasHeardFrom(*before)) service_->OnUnwatched();
+    for (const WorkerRank peer : wanted) links_->Ping(peer);
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next time does it
+  }
 }
 
 void Agent::OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) {

@@ -148,7 +148,10 @@ void CallTable::EndLate(uint64_t number, Link& link, uint64_t bytes) {
   }
   if (late.has_value()) return EndEarly(number, *std::move(late), late_);
   // Its own cancel went before its request, and found nothing.
-  SendCancel(link, number, bytes);
+  try {
+    SendCancel(link, number, bytes);
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nobody waits for it
+  }
 }
 
 void CallTable::SendCancel(Link& link, uint64_t number, uint64_t bytes) {
@@ -228,17 +231,16 @@ void CallTable::EndCallsOver(const Link& link, const absl::Status& why) {
 }
 
 void CallTable::Close(const absl::Status& why) {
-  Calls calls;
   std::optional<Clock::TimerId> timer;
   {
     absl::MutexLock lock(&mu_);
     closed_ = true;
-    calls.swap(calls_);
     links_.clear();
     timer = std::exchange(timer_, {}).id;
   }
   if (timer) clock_->Cancel(*timer);
-  for (auto& [number, call] : calls) EndWithError(std::move(call), why);
+  EndAll([](uint64_t, const Call&) { return true; },
+         [&](uint64_t, Call call) { EndWithError(std::move(call), why); });
 }
 
 // ------------------------------------------------------------------------------------ Deadlines
@@ -246,10 +248,11 @@ void CallTable::Close(const absl::Status& why) {
 // One timer serves all calls: it stands at the earliest deadline that there was, and is not
 // moved when that call is answered in time.
 //
-// Whenever mu_ is free, timer_.at is not later than the deadline of any call, and the clock has a
-// timer of that number or the thread that wrote timer_ is about to set it. The clock is called
-// without mu_, so a timer may fire, and another may take its place, before the thread that sets it
-// goes on: a timer is therefore known by a number that it has before the clock hears of it.
+// Whenever mu_ is free, timer_.at is not later than the deadline of any call but those that
+// OnTimer() is about to end, and the clock has a timer of that number or the thread that wrote
+// timer_ is about to set it. The clock is called without mu_, so a timer may fire, and another may
+// take its place, before the thread that sets it goes on: a timer is therefore known by a number
+// that it has before the clock hears of it.
 
 CallTable::Arming CallTable::ArmTimer(absl::Time deadline) {
   if (closed_ || deadline >= timer_.at) return {};

@@ -219,6 +219,17 @@ TEST_F(CallTableTest, WhereThereIsNoMemoryForATimerThoseThatNeedOneEnd) {
   }
 }
 
+// Else its caller would take it for one that was never made.
+TEST_F(CallTableTest, WhereThereIsNoMemoryForItsCancelALateCallHasEndedAllTheSame) {
+  const auto link = NewLink(*table_);
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    FailAllocation(nth);
+    table_->EndLate(/*number=*/4711, *link, /*bytes=*/8);
+    failed = FailAllocation(-1);
+  }
+}
+
 // On the clock's thread, which ends the process if that throws.
 TEST_F(CallTableTest, WhereThereIsNoMemoryADeadlineEndsItsCallsAllTheSame) {
   bool failed = true;

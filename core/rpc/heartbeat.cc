@@ -16,7 +16,7 @@ constexpr uint64_t kEnoughAnswers = 5;
 }  // namespace
 
 Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& readings) {
-  const bool slept = now - std::exchange(ticked_, now) > 2 * interval();
+  const bool slept = now - ticked_ > 2 * interval();
   absl::flat_hash_map<uint64_t, Sign> links;
   absl::flat_hash_map<WorkerRank, absl::Time> peers;
   for (const Reading& reading : readings) {
@@ -43,7 +43,9 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     const auto [peer, is_new] = peers.emplace(*reading.peer, sign.last);
     peer->second = std::max(peer->second, sign.last);
   }
+  // Not before: there may have been no memory for it.
   links_ = std::move(links);
+  ticked_ = now;
 
   // Their messages are lost, and they may not know it.
   absl::flat_hash_set<WorkerRank> stale;

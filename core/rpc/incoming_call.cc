@@ -10,6 +10,15 @@
 #include "core/base/log.h"
 
 namespace distgrad {
+namespace {
+
+// Made before main(), for later there may be no memory for them.
+const absl::Status* const kUnanswered =
+    new absl::Status(absl::InternalError("the handler ended without an answer"));
+const absl::Status* const kNoMemory =
+    new absl::Status(absl::ResourceExhaustedError("there was no memory for an answer"));
+
+}  // namespace
 
 class IncomingCall::Impl {
  public:
@@ -26,9 +35,7 @@ class IncomingCall::Impl {
         since(this->link->served().Now()) {
     if (this->record.span != nullptr) this->record.span->begin = since;
   }
-  ~Impl() {
-    if (link != nullptr) Fail(absl::InternalError("the handler ended without an answer"));
-  }
+  ~Impl() { Fail(*kUnanswered); }
 
   void Begin() {
     if (begun) return;
@@ -40,13 +47,13 @@ class IncomingCall::Impl {
   bool Reply(Packet packet) {
     if (link == nullptr) return false;
     const uint64_t size = packet.size();
-    if (size > link->limits().message_bytes) {
-      Fail(absl::ResourceExhaustedError(absl::StrCat("the reply has ", size,
-                                                     " bytes; limit message_bytes is ",
-                                                     link->limits().message_bytes)));
-      return false;
-    }
     try {
+      if (size > link->limits().message_bytes) {
+        Fail(absl::ResourceExhaustedError(absl::StrCat("the reply has ", size,
+                                                       " bytes; limit message_bytes is ",
+                                                       link->limits().message_bytes)));
+        return false;
+      }
       Count(size, absl::OkStatus());
       if (auto credit = link->window()->TryAcquire(size)) {
         Send(std::move(packet), *std::move(credit));
@@ -107,11 +114,9 @@ class IncomingCall::Impl {
     }
   }
   static void Close(Link& link) {
-    try {
-      link.Close(absl::ResourceExhaustedError("there was no memory for an answer"));
-    } catch (const std::bad_alloc&) {
-      DG_LOG(ERROR) << "a call is not answered: there is no memory";
-    }
+    // The worker's way to itself has to stay, for it gets no other one.
+    if (link.kind() != Link::Kind::kLoopback) return link.Close(*kNoMemory);
+    DG_LOG(ERROR) << "a call is not answered: there is no memory";
   }
 
   // Throw where there is no memory; then another answer may be sent.

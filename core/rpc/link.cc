@@ -3,12 +3,20 @@
 
 #include <cstdint>
 #include <limits>
+#include <new>
 #include <utility>
 
 #include "core/base/exception.h"
 #include "core/base/log.h"
 
 namespace distgrad {
+namespace {
+
+// Made before main(), for later there may be no memory for it.
+const absl::Status* const kTooMuch =
+    new absl::Status(absl::ResourceExhaustedError("too much came before its sender was known"));
+
+}  // namespace
 
 Link::Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t number)
     : owner_(std::move(owner)),
@@ -212,14 +220,17 @@ void Link::OnPacket(Packet packet) {
       is_full = !held_.empty() && (held_.size() >= limits_->calls_per_peer ||
                                    held_bytes_ + size > limits_->bytes_per_peer);
       if (!is_full) {
-        held_bytes_ += size;
-        return held_.push_back(std::move(packet));
+        try {
+          held_.push_back(std::move(packet));
+          held_bytes_ += size;
+          return;
+        } catch (const std::bad_alloc&) {  // which comes to the same
+          is_full = true;
+        }
       }
     }
   }
-  if (is_full) {
-    return Close(absl::ResourceExhaustedError("too much came before its sender was known"));
-  }
+  if (is_full) return Close(*kTooMuch);
   Deliver(std::move(target), std::move(packet));
 }
 
@@ -319,10 +330,19 @@ void Link::OnClosed(absl::Status why) {
     if (!why_.ok()) why = why_;
   }
   const bool is_there = absl::IsAborted(why);
-  if (is_there) why = absl::UnavailableError(why.message());  // to all others it is not to be had
+  if (is_there) {  // to all others it is not to be had
+    try {
+      why = absl::UnavailableError(why.message());
+    } catch (const std::bad_alloc&) {
+      why = absl::Status(absl::StatusCode::kUnavailable, "");  // which needs none
+    }
+  }
   served_.Close(why);
   window_->Close(why);
-  out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
+  try {
+    out_.Run([this, self = shared_from_this()] { FlushOnStrand(); });
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it goes with the link
+  }
   if (bulk != nullptr) bulk->Close(why);
   owner_->OnClosed(shared_from_this(), std::move(why), is_there);
 }

@@ -100,6 +100,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Count the pings on this link, but for one for large packets, and return their number. Each is
   // answered once, in their order.
   void SetAsked() { asked_.fetch_add(1, std::memory_order_relaxed); }
+  void SetNotAsked() { asked_.fetch_sub(1, std::memory_order_relaxed); }  // it was not sent
   uint64_t asked() const { return asked_.load(std::memory_order_relaxed); }
   // Counts an answer to a ping on this link, and return the number of them; HearBulk() counts those
   // of a link for large packets.
@@ -149,7 +150,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void HearBulk();
 
   // Closes the link, and cancels the calls that it serves. The first reason stays; it is what the
-  // owner hears, at once if there is no connection yet.
+  // owner hears, at once if there is no connection yet. Does not throw.
   void Close(absl::Status why);
 
   // Receiver

@@ -2,15 +2,20 @@
 #include "core/rpc/link_table.h"
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
+#include "core/base/exception.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 
@@ -31,8 +36,22 @@ void SendFrame(Link& link, const Frame& frame) {
 }
 
 void SendPing(Link& link) {
-  link.SetAsked();
-  SendFrame(link, {.kind = FrameKind::kPing});
+  link.SetAsked();  // before its answer can come
+  try {
+    SendFrame(link, {.kind = FrameKind::kPing});
+  } catch (const std::bad_alloc&) {
+    link.SetNotAsked();
+    throw;
+  }
+}
+
+// Calls `f`, or closes the link where there is no memory for it.
+void OrClose(Link& link, absl::FunctionRef<void()> f) {
+  try {
+    f();
+  } catch (const std::bad_alloc&) {
+    link.Close(StatusFromStdException(std::current_exception()));
+  }
 }
 
 }  // namespace
@@ -49,15 +68,15 @@ void LinkTable::Drop(Entry& entry) {
   entry.link->Drop();
 }
 
-std::vector<std::shared_ptr<Link>> LinkTable::DropAll(WorkerRank peer, Incarnation incarnation) {
-  std::vector<std::shared_ptr<Link>> dropped;
+void LinkTable::DropAll(WorkerRank peer, Incarnation incarnation, Links* dropped) {
+  dropped->reserve(links_.size());  // first: nothing has changed where there is no memory for it
   for (auto& [number, entry] : links_) {
     if (entry.link->peer() != peer) continue;
     // One that is still being opened has no incarnation yet.
     const Incarnation its = entry.link->incarnation();
     if (its != incarnation && its != 0 && incarnation != 0) continue;
     Drop(entry);
-    dropped.push_back(entry.link);
+    dropped->push_back(entry.link);
     const auto of_peer = by_peer_.find(peer);
     if (of_peer != by_peer_.end() && of_peer->second == entry.link) by_peer_.erase(of_peer);
   }
@@ -66,7 +85,6 @@ std::vector<std::shared_ptr<Link>> LinkTable::DropAll(WorkerRank peer, Incarnati
     ended->second.first_own = last_link_ + 1;
     ended->second.first_other = ended->second.next_other;
   }
-  return dropped;
 }
 
 LinkTable::Ended& LinkTable::EndedWith(WorkerRank peer, Incarnation incarnation) {
@@ -194,7 +212,7 @@ void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerRank to) {
   const absl::Duration patience = peers_->Find(to) ? kPatienceForKnown : kPatience;
   directory_->Find(to, patience,
                    [self = shared_from_this(), link, to](absl::StatusOr<WorkerInfo> found) {
-                     self->OnFound(link, to, found);
+                     OrClose(*link, [&] { self->OnFound(link, to, found); });
                    });
 }
 
@@ -305,30 +323,46 @@ absl::StatusOr<std::string> LinkTable::Listen(std::weak_ptr<User> user) {
 std::shared_ptr<Receiver> LinkTable::Accept(std::shared_ptr<Connection> connection) {
   std::shared_ptr<Link> link;
   State state;
-  {
-    absl::MutexLock lock(&mu_);
-    state = state_;
-    link = Make(Link::Kind::kAccepted);
-    if (state == State::kClosed) links_.erase(link->number());
+  try {
+    {
+      absl::MutexLock lock(&mu_);
+      state = state_;
+      link = Make(Link::Kind::kAccepted);
+      if (state == State::kClosed) links_.erase(link->number());
+    }
+    link->SetConnection(std::move(connection));
+    switch (state) {
+      case State::kHolding:  // until we know who is a member
+        break;
+      case State::kStarted:
+        link->Release();
+        break;
+      case State::kClosed:
+        link->Close(ShuttingDown());
+    }
+    StartHeartbeat();
+  } catch (const std::bad_alloc&) {
+    DG_LOG(WARNING) << "refusing a connection: there is no memory for it";
+    if (link != nullptr) {
+      absl::MutexLock lock(&mu_);
+      links_.erase(link->number());
+    }
+    return nullptr;
   }
-  link->SetConnection(std::move(connection));
-  switch (state) {
-    case State::kHolding:  // until we know who is a member
-      break;
-    case State::kStarted:
-      link->Release();
-      break;
-    case State::kClosed:
-      link->Close(ShuttingDown());
-  }
-  StartHeartbeat();
   return link;
 }
 
 void LinkTable::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   const std::shared_ptr<User> user = user_.lock();
   if (user == nullptr) return;
-  const absl::Status status = user->OnPacket(link, std::move(packet));
+  absl::Status status;
+  try {
+    status = user->OnPacket(link, std::move(packet));
+  } catch (const std::bad_alloc&) {
+    // What a worker sends itself it hears of itself. The transport can do nothing with it.
+    if (link->kind() == Link::Kind::kLoopback) throw;
+    status = StatusFromStdException(std::current_exception());
+  }
   if (status.ok()) return;
   DG_LOG(WARNING) << "closing a connection: " << status.message();
   link->Close(status);
@@ -357,7 +391,7 @@ absl::Status LinkTable::OnHello(const std::shared_ptr<Link>& link, WireReader& r
     link->Hold();
     directory_->Find(hello.from, kPatience,
                      [self = shared_from_this(), link, hello](absl::StatusOr<WorkerInfo> found) {
-                       self->OnFoundPeer(link, hello, found);
+                       OrClose(*link, [&] { self->OnFoundPeer(link, hello, found); });
                      });
   }
   return absl::OkStatus();
@@ -404,7 +438,8 @@ bool LinkTable::HasGivenUp(const Hello& hello) const {
 // noted under the lock under which they are dropped, and looked for once more.
 void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
   for (;;) {
-    std::vector<std::shared_ptr<Link>> dropped;
+    Links dropped;
+    absl::Status why;  // of their end
     bool is_given_up, is_lost = false;
     {
       absl::MutexLock lock(&mu_);
@@ -420,7 +455,10 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
       if (is_given_up) {
         Drop(found->second);
       } else if (HasGivenUp(hello)) {
-        dropped = DropAll(hello.from, hello.from_incarnation);
+        why = absl::UnavailableError(
+            absl::StrCat("worker ", peers_->Describe(hello.from),
+                         " has given up the connection, and opened another one"));
+        DropAll(hello.from, hello.from_incarnation, &dropped);
       } else {
         ended.next_other = std::max(ended.next_other, hello.number + 1);
         found->second.peers_number = hello.number;
@@ -439,10 +477,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
       if (is_lost) SendPing(*link);
       return;
     }
-    EndDropped(hello.from, dropped,
-               absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(hello.from),
-                                                   " has given up the connection, and opened "
-                                                   "another one")));
+    EndDropped(hello.from, dropped, why);
   }
 }
 
@@ -478,16 +513,18 @@ void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& wh
 
 // --------------------------------------------------------------------------------------- Ending
 
+// Others wait to hear of the end, which is said once. So this waits where there is no memory for
+// that; and does without for the rest, for the thread may be the transport's.
 void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
   std::optional<WorkerRank> peer;
-  bool is_bulk;
-  bool is_lost = false, is_news = false;
+  bool is_bulk = false, is_lost = false, is_news = false;
   MemberWatch::ClosedLink closed;
-  std::vector<std::shared_ptr<Link>> others;
-  {
+  Links others;
+  const bool is_known = AwaitMemory([&] {
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());
-    if (found == links_.end()) return;  // Close() has ended all
+    if (found == links_.end()) return false;  // Close() has ended all
+    others.reserve(links_.size());            // before anything changes
     const Entry entry = std::move(found->second);
     links_.erase(found);
     // Another thread may have admitted it just now.
@@ -512,25 +549,33 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
     // What was sent on this link may be lost, and the peer need not hear of that: it may never have
     // had this link, or have given it up before it began what it waits for. So all links with it
     // end.
-    if (is_lost) others = DropAll(*peer, closed.incarnation);
-  }
+    if (is_lost) DropAll(*peer, closed.incarnation, &others);
+    return true;
+  });
+  if (!is_known) return;
   if (is_bulk) {
     if (const auto main = link->main()) main->Close(why);
     return;
   }
   if (!peer) return;
-  const std::optional<WorkerInfo> info = peers_->Find(*peer);
-  const bool left = info && info->left;
-  why = left ? absl::UnavailableError(
-                   absl::StrCat("worker ", peers_->Describe(*peer), " has left the job"))
-             : Annotate(why, absl::StrCat("the connection with worker ", peers_->Describe(*peer),
-                                          " broke"));
+  bool left = false;
+  try {
+    const std::optional<WorkerInfo> info = peers_->Find(*peer);
+    left = info && info->left;
+    const std::string who = peers_->Describe(*peer);
+    why = left ? absl::UnavailableError(absl::StrCat("worker ", who, " has left the job"))
+               : Annotate(why, absl::StrCat("the connection with worker ", who, " broke"));
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it says less, then
+  }
   calls_->EndCallsOver(*link, why);
   for (const auto& other : others) calls_->EndCallsOver(*other, why);
   const auto user = user_.lock();
   if (user != nullptr) {
-    if (is_lost) user->OnPeerLost(*peer, why);
-    if (is_news && !left) user->OnLinkEnded(closed, why);
+    if (is_lost) AwaitMemory([&] { user->OnPeerLost(*peer, why); });
+    try {
+      if (is_news && !left) user->OnLinkEnded(closed, why);
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): a watched one is tried again
+    }
   }
   // Last: whatever the peer begins when it hears of this must find nothing of what there was.
   for (const auto& other : others) other->Close(why);
@@ -538,7 +583,8 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
 
 absl::Status LinkTable::UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
   DG_ASSIGN_OR_RETURN(const bool is_new, peers_->UpdatePeer(worker));
-  if (is_new) DropOldIncarnation(worker.rank, worker.incarnation, keep);
+  // That it has come back is found once.
+  if (is_new) AwaitMemory([&] { DropOldIncarnation(worker.rank, worker.incarnation, keep); });
   if (const auto user = user_.lock()) user->OnMemberEvents();
   return absl::OkStatus();
 }
@@ -549,7 +595,7 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
                                    const std::shared_ptr<Link>& keep) {
   const absl::Status why = absl::UnavailableError(
       absl::StrCat("worker ", peers_->Describe(peer), " has come back as a new incarnation"));
-  std::vector<std::shared_ptr<Link>> old;
+  Links old;
   {
     absl::MutexLock lock(&mu_);
     for (auto& [number, entry] : links_) {
@@ -570,11 +616,10 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
   EndDropped(peer, old, why);
 }
 
-void LinkTable::EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
-                           const absl::Status& why) {
+void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why) {
   if (links.empty()) return;
   for (const auto& link : links) calls_->EndCallsOver(*link, why);
-  if (const auto user = user_.lock()) user->OnPeerLost(peer, why);
+  if (const auto user = user_.lock()) AwaitMemory([&] { user->OnPeerLost(peer, why); });
   for (const auto& link : links) link->Close(why);
 }
 
@@ -598,7 +643,13 @@ void LinkTable::StartHeartbeat() {
     absl::MutexLock lock(&mu_);
     if (state_ == State::kClosed || std::exchange(beats_, true)) return;
   }
+  // Should there be no memory for it: whoever comes next tries again.
+  absl::Cleanup does_not_beat = [this] {
+    absl::MutexLock lock(&mu_);
+    beats_ = false;
+  };
   ArmHeartbeat();
+  std::move(does_not_beat).Cancel();
 }
 
 void LinkTable::ArmHeartbeat() {
@@ -616,7 +667,7 @@ void LinkTable::ArmHeartbeat() {
 }
 
 void LinkTable::Beat() {
-  std::vector<std::shared_ptr<Link>> links, mains;
+  Links links, mains;
   std::vector<Heartbeat::Reading> readings;
   {
     absl::MutexLock lock(&mu_);
@@ -640,7 +691,15 @@ void LinkTable::Beat() {
     if (!beats_) return;
   }
   ArmHeartbeat();
-  const Heartbeat::Verdict verdict = heartbeat_.Tick(clock_->Now(), readings);
+  try {
+    Follow(heartbeat_.Tick(clock_->Now(), readings), readings, links, mains);
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next one does it
+  }
+}
+
+void LinkTable::Follow(const Heartbeat::Verdict& verdict,
+                       const std::vector<Heartbeat::Reading>& readings, const Links& links,
+                       const Links& mains) {
   for (const size_t i : verdict.ask) {
     if (readings[i].is_bulk) {
       SendFrame(*links[i], {.kind = FrameKind::kBulkPing});

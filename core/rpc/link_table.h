@@ -152,12 +152,14 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     uint64_t first_of_peer = 0;  // of those, the peer has given up the ones with smaller numbers
   };
 
+  using Links = std::vector<std::shared_ptr<Link>>;
+
   std::shared_ptr<Link> Make(Link::Kind kind, absl::Time asked_for = absl::InfinitePast())
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Drop(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Drops all links with that incarnation of a peer, and those that have none yet, and notes that
-  // they are given up. 0: whichever incarnation they are with.
-  std::vector<std::shared_ptr<Link>> DropAll(WorkerRank peer, Incarnation incarnation)
+  // Drops all links with that incarnation of a peer, and those that have none yet, adds them to
+  // `dropped`, and notes that they are given up. 0: whichever incarnation they are with.
+  void DropAll(WorkerRank peer, Incarnation incarnation, Links* dropped)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   Ended& EndedWith(WorkerRank peer, Incarnation incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -184,11 +186,13 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   // Ending, and heartbeats.
   absl::Status UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void DropOldIncarnation(WorkerRank peer, Incarnation next, const std::shared_ptr<Link>& keep);
-  void EndDropped(WorkerRank peer, const std::vector<std::shared_ptr<Link>>& links,
-                  const absl::Status& why);
+  void EndDropped(WorkerRank peer, const Links& links, const absl::Status& why);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();
+  // `links` and `mains`, which bulk links alone have, are those of the readings.
+  void Follow(const Heartbeat::Verdict& verdict, const std::vector<Heartbeat::Reading>& readings,
+              const Links& links, const Links& mains);
   void Probe(WorkerRank peer);
 
   Clock* const clock_;

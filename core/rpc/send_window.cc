@@ -59,14 +59,21 @@ void SendWindow::Withdraw(uint64_t number, const absl::Status& why) {
 }
 
 void SendWindow::Close(const absl::Status& why) {
-  std::deque<Waiter> waiting;
   {
     absl::MutexLock lock(&mu_);
     if (!closed_.ok()) return;
     closed_ = why;
-    waiting.swap(waiting_);
   }
-  for (Waiter& waiter : waiting) waiter.callback(why);
+  for (;;) {
+    Waiter waiter;
+    {
+      absl::MutexLock lock(&mu_);
+      if (waiting_.empty()) return;
+      waiter = std::move(waiting_.front());
+      waiting_.pop_front();
+    }
+    waiter.callback(why);
+  }
 }
 
 void SendWindow::Release(uint64_t bytes) {
@@ -83,7 +90,7 @@ void SendWindow::Release(uint64_t bytes) {
     Waiter next;
     {
       absl::MutexLock lock(&mu_);
-      if (waiting_.empty() || !Fits(waiting_.front().bytes)) {
+      if (!closed_.ok() || waiting_.empty() || !Fits(waiting_.front().bytes)) {
         granting_ = false;
         return;
       }

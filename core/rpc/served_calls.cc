@@ -1,9 +1,10 @@
 // Counts a peer's calls against the limits, and cancels them.
 #include "core/rpc/served_calls.h"
 
+#include <new>
 #include <utility>
-#include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
 
@@ -61,13 +62,23 @@ void ServedCalls::Cancel(uint64_t call, const absl::Status& why) {
 }
 
 void ServedCalls::Close(const absl::Status& why) {
-  std::vector<std::shared_ptr<Cancellation>> cancellations;
-  {
-    absl::MutexLock lock(&mu_);
-    closed_ = true;
-    for (const auto& [call, served] : calls_) cancellations.push_back(served.cancellation);
-  }
-  for (const auto& cancellation : cancellations) cancellation->Cancel(why);
+  absl::InlinedVector<std::shared_ptr<Cancellation>, 8> cancellations;
+  do {
+    cancellations.clear();
+    {
+      absl::MutexLock lock(&mu_);
+      closed_ = true;
+      try {
+        cancellations.reserve(calls_.size());
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): some at a time, then
+      }
+      for (const auto& [call, served] : calls_) {
+        if (cancellations.size() == cancellations.capacity()) break;
+        if (!served.cancellation->cancelled()) cancellations.push_back(served.cancellation);
+      }
+    }
+    for (const auto& cancellation : cancellations) cancellation->Cancel(why);
+  } while (!cancellations.empty());
 }
 
 size_t ServedCalls::count() const {
