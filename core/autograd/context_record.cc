@@ -438,21 +438,22 @@ std::vector<std::shared_ptr<PassHandle>> ContextRecord::TakeSettled(PassId settl
 void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
   std::shared_ptr<PassHandle> run;  // declared first, so that it ends outside the lock
   absl::MutexLock lock(&mu_);
-  if (auto it = passes_.find(pass); it != passes_.end()) {
-    run = std::move(it->second);
-    passes_.erase(it);
-  }
-  claims_.erase(std::remove(claims_.begin(), claims_.end(), pass), claims_.end());
-  if (released_) return;
-  if (status.ok()) {
-    done_.emplace(pass, run);
-  } else if (failed_.emplace(pass, status).second) {
+  const auto it = passes_.find(pass);
+  // First, as there may be no memory for it.
+  if (!released_ && status.ok()) {
+    if (it != passes_.end()) done_.emplace(pass, it->second);
+  } else if (!released_ && failed_.emplace(pass, status).second) {
     failed_order_.push_back(pass);
     if (failed_order_.size() > kRemembered) {
       failed_.erase(failed_order_.front());
       failed_order_.pop_front();
     }
   }
+  if (it != passes_.end()) {
+    run = std::move(it->second);
+    passes_.erase(it);
+  }
+  claims_.erase(std::remove(claims_.begin(), claims_.end(), pass), claims_.end());
 }
 
 ContextRecord::Released ContextRecord::Release() {

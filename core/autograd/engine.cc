@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "absl/algorithm/container.h"
@@ -12,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "core/autograd/executor/source_node.h"
 #include "core/autograd/pass_run.h"
+#include "core/base/await_memory.h"
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
 #include "core/base/log.h"
@@ -169,6 +172,8 @@ void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
     } else {
       notices = packet.segments_status;
     }
+  } catch (const std::bad_alloc&) {  // its connection ends, for its sender to hear of it, too
+    throw;
   } catch (...) {
     notices = StatusFromException(std::current_exception());
   }
@@ -251,15 +256,32 @@ bool Engine::CheapToRunInline(const Batches& batches) {
 void Engine::Handle(WorkerRank from, Batches batches, RunHere here) {
   for (Batch& batch : batches) {
     const Notice& first = batch.notices.front();
+    const ContextId context = first.context;
     if (first.kind == Notice::Kind::kRelease) {
       // The origin alone ends its contexts; whoever lost it speaks for itself.
-      if (MakerOf(first.context) != services_.self) ReleaseFrom(first.context, from, WasReleased);
+      if (MakerOf(context) == services_.self) continue;
+      AwaitMemory([&] { ReleaseFrom(context, from, WasReleased); });
     } else if (first.kind == Notice::Kind::kKnown) {
-      OnKnown(first.context, from);
+      AwaitMemory([&] { OnKnown(context, from); });
     } else {
-      HandleOfOnePass(from, std::move(batch), here);
+      const PassId pass = first.pass;
+      try {
+        HandleOfOnePass(from, std::move(batch), here);
+      } catch (const std::bad_alloc&) {
+        Abandon(from, context, pass, StatusFromException(std::current_exception()));
+      }
     }
   }
+}
+
+// What was in a notice is lost, and with it the pass: for its sender, too.
+void Engine::Abandon(WorkerRank from, ContextId id, PassId pass, const absl::Status& why) {
+  AwaitMemory([&] {
+    if (const auto context = contexts_->Find(id)) {
+      if (const auto run = context->FindPass(pass).run) run->Fail(why);
+    }
+    Send(from, {.kind = Notice::Kind::kAbort, .context = id, .pass = pass, .status = why});
+  });
 }
 
 void Engine::HandleOfOnePass(WorkerRank from, Batch batch, RunHere here) {
@@ -346,7 +368,11 @@ void Engine::Release(ContextId id) noexcept {
 
 void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
                          absl::FunctionRef<absl::Status()> why) {
-  if (const auto context = contexts_->Remove(id)) End(*context, from, why);
+  const auto context = contexts_->Find(id);
+  if (context != nullptr) End(*context, from, why);
+  // Not before: where there was no memory for that, this is called again. Of one that is not here
+  // it is known from now on that it is released.
+  contexts_->Remove(id);
 }
 
 void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,

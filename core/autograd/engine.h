@@ -131,6 +131,7 @@ class Engine {
   static bool CheapToRunInline(const Batches& batches);
   void Handle(WorkerRank from, Batches batches, RunHere here);
   void HandleOfOnePass(WorkerRank from, Batch batch, RunHere here);
+  void Abandon(WorkerRank from, ContextId id, PassId pass, const absl::Status& why);
   // Answers messages of a pass that has failed here, or cannot be.
   void Refuse(WorkerRank to, const Notice& notice, const absl::Status& why);
   void Send(WorkerRank to, const Notice& notice);

@@ -6,13 +6,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <new>
 #include <typeinfo>
 #include <utility>
 
 #include "absl/algorithm/container.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "core/autograd/executor/cheap_graph.h"
+#include "core/base/await_memory.h"
 #include "core/base/check.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
@@ -75,11 +78,15 @@ PassRun::PassRun(PassServices* services, std::shared_ptr<ContextRecord> context,
 
 std::unique_ptr<TraceSpan> PassRun::BeginSpan(TraceSpan::Kind kind) {
   if (!services_->trace.on()) return nullptr;
-  return std::make_unique<TraceSpan>(TraceSpan{.kind = kind,
-                                               .peer = MakerOf(id_),
-                                               .context = context_->id(),
-                                               .pass = id_,
-                                               .begin = services_->clock.Now()});
+  try {
+    return std::make_unique<TraceSpan>(TraceSpan{.kind = kind,
+                                                 .peer = MakerOf(id_),
+                                                 .context = context_->id(),
+                                                 .pass = id_,
+                                                 .begin = services_->clock.Now()});
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 
 // ------------------------------------------------------------------------------ From outside
@@ -128,7 +135,13 @@ Future<Unit> PassRun::Begin(absl::Time deadline, RunHere here) {
 void PassRun::OnNotices(WorkerRank from, std::vector<Notice> notices, RunHere here) {
   Post(
       [this, from, notices = std::move(notices)]() mutable {
-        for (Notice& notice : notices) OnNoticeOnStrand(from, notice);
+        try {
+          for (Notice& notice : notices) OnNoticeOnStrand(from, notice);
+        } catch (...) {
+          const absl::Status why = FailOnStrand(std::current_exception());
+          // It may not be known as a peer yet.
+          if (from != services_->self) SendAbort(from, why);
+        }
       },
       here);
 }
@@ -211,7 +224,7 @@ void PassRun::RunFeeds(RunHere here) {
     // An error is not kept waiting for what else runs.
     if (was_last || !execution->status().ok()) Settle();
   }
-  OnNext(nullptr);
+  AwaitMemory([this] { OnNext(nullptr); });
   CallHelpers();
 }
 
@@ -225,25 +238,29 @@ void PassRun::CallHelpers() {
     coming_ = wanted;
   }
   for (; helpers > 0; --helpers) {
-    auto run = [self = shared_from_this()] { self->RunFeeds(RunHere::kYes); };
-    if (!MayRunNodesHere()) {
-      services_->pool.Schedule(std::move(run));
-      continue;
-    }
-    // One may be this thread, the initiator's if it waits for the pass.
-    const Canceller* const maker = this;
-    services_->pool.ScheduleInline(std::move(run), maker);
+    AwaitMemory([this] {
+      auto run = [self = shared_from_this()] { self->RunFeeds(RunHere::kYes); };
+      if (!MayRunNodesHere()) {
+        services_->pool.Schedule(std::move(run));
+        return;
+      }
+      // One may be this thread, the initiator's if it waits for the pass.
+      const Canceller* const maker = this;
+      services_->pool.ScheduleInline(std::move(run), maker);
+    });
   }
 }
 
 void PassRun::Settle() {
-  RunOnStrand([this] {
-    if (const auto execution = this->execution()) {
-      FlushCapturedOnStrand();
-      absl::Status status = execution->status();
-      if (!status.ok()) status = LocalError(status);
-      pass_.OnIdle(status);
-    }
+  AwaitMemory([this] {
+    RunOnStrand([this] {
+      if (const auto execution = this->execution()) {
+        FlushCapturedOnStrand();
+        absl::Status status = execution->status();
+        if (!status.ok()) status = LocalError(status);
+        pass_.OnIdle(status);
+      }
+    });
   });
 }
 
@@ -306,7 +323,7 @@ void PassRun::OnWait() {
 
 void PassRun::OnIdle() {
   // Within RunFeeds() this comes before the feed is counted down, and RunFeeds() sees to it.
-  if (outstanding_ == 0) Post([self = shared_from_this()] { self->Settle(); }, RunHere::kNo);
+  if (outstanding_ == 0) Settle();
 }
 
 // ------------------------------------------------------------------------------- On the strand
@@ -330,9 +347,19 @@ void PassRun::OnNoticeOnStrand(WorkerRank from, Notice& notice) {
   }
 }
 
+absl::Status PassRun::FailOnStrand(std::exception_ptr thrown) {
+  absl::Status why = StatusFromException(std::move(thrown));
+  try {
+    why = LocalError(why);
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it does not say where, then
+  }
+  pass_.Fail(why);
+  return why;
+}
+
 void PassRun::OnThrowOnStrand(std::exception_ptr thrown) {
-  pass_.Fail(LocalError(StatusFromException(std::move(thrown))));
-  EndTaskOnStrand();
+  FailOnStrand(std::move(thrown)).IgnoreError();
+  AwaitMemory([this] { EndTaskOnStrand(); });
 }
 
 absl::StatusOr<PassPlan> PassRun::Engage(std::optional<EdgeId> by) {
@@ -517,15 +544,20 @@ void PassRun::FlushCapturedOnStrand() {
   }
 }
 
+// Others wait for these, also of a pass that has ended here.
 void PassRun::SendNoGradient(EdgeEnd edge, bool uncounted) {
-  Deliver(edge.peer, {.kind = Notice::Kind::kEdge, .edge = edge.edge, .uncounted = uncounted});
+  AwaitMemory([&] {
+    Deliver(edge.peer, {.kind = Notice::Kind::kEdge, .edge = edge.edge, .uncounted = uncounted});
+  });
 }
-void PassRun::SendStart(WorkerRank to) { Deliver(to, {.kind = Notice::Kind::kStart}); }
+void PassRun::SendStart(WorkerRank to) {
+  AwaitMemory([&] { Deliver(to, {.kind = Notice::Kind::kStart}); });
+}
 void PassRun::SendAck(WorkerRank to, uint32_t count) {
-  Deliver(to, {.kind = Notice::Kind::kAck, .count = count});
+  AwaitMemory([&] { Deliver(to, {.kind = Notice::Kind::kAck, .count = count}); });
 }
 void PassRun::SendAbort(WorkerRank to, const absl::Status& why) {
-  Deliver(to, {.kind = Notice::Kind::kAbort, .status = why});
+  AwaitMemory([&] { Deliver(to, {.kind = Notice::Kind::kAbort, .status = why}); });
 }
 
 void PassRun::Deliver(WorkerRank to, Notice notice) {
@@ -563,12 +595,15 @@ absl::Status PassRun::AppendOnStrand(WorkerRank to, const Notice& notice) {
   const uint64_t limit = services_->limits.message_bytes;
   if (packet.size() <= std::min<uint64_t>(kFlushBytes, limit)) return absl::OkStatus();
   if (!is_first) {
+    absl::Cleanup take_out = [&] {  // also where there is no memory for the other packet
+      packet.bytes.resize(bytes);
+      packet.segments.resize(segments);
+    };
     Packet next = services_->network.NewNotice();
     next.bytes.append(packet.bytes, bytes);
     next.segments.assign(std::make_move_iterator(packet.segments.begin() + segments),
                          std::make_move_iterator(packet.segments.end()));
-    packet.bytes.resize(bytes);
-    packet.segments.resize(segments);
+    std::move(take_out).Invoke();
     packets.push_back(std::move(next));
   }
   const uint64_t size = packets.back().size();
@@ -583,9 +618,8 @@ void PassRun::Finish(const absl::Status& status) { over_ = status; }
 void PassRun::EndTaskOnStrand() {
   CallHelpers();
   if (reports_.has_value() && reports_->missing.empty()) EndReportsOnStrand();
-  const bool ends = over_.has_value() && !reports_.has_value() && !std::exchange(ended_, true);
   // Before the last acknowledgement goes out: the next pass may be here as soon as it has.
-  if (ends) EndOnStrand();
+  if (over_.has_value() && !reports_.has_value() && !ended_) EndOnStrand();
   // What throws here loses no packets for others, and OnThrowOnStrand() comes here again.
   while (!outbox_.empty()) {
     const auto first = outbox_.begin();
@@ -628,6 +662,7 @@ void PassRun::EndOnStrand() {
   context_->EndPass(id_, *over_);
   ++services_->passes_ended;
   if (!over_->ok()) ++services_->passes_failed;
+  ended_ = true;  // last: what throws above is called again
 }
 
 absl::Status PassRun::LocalError(const absl::Status& why) {

@@ -130,7 +130,9 @@ class PassRun : public PassHandle,
   absl::StatusOr<PassPlan> TraverseGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerRank from, Notice& notice);
   void FlushCapturedOnStrand();
-  // A task has thrown: a device has failed, say, or memory cannot be had.
+  // A task has thrown: a device has failed, say, or memory cannot be had. Fails the pass; returns
+  // with what.
+  absl::Status FailOnStrand(std::exception_ptr thrown);
   void OnThrowOnStrand(std::exception_ptr thrown);
   // Has what a task fed run, and what it left to be sent, sent; after each task.
   void EndTaskOnStrand();

@@ -254,5 +254,79 @@ TEST(FailedAllocationTest, ABackwardEnds) {
   }
 }
 
+// So does one where it is another worker's thread of the pool that finds none, for its answer, a
+// notice or a node; and that worker lives on.
+TEST(FailedAllocationTest, ABackwardEndsWhereAnotherWorkerFindsNoMemory) {
+  for (const int count : {1, 3}) {
+    bool failed = true;
+    for (int nth = 0; failed && !testing::Test::HasFailure(); ++nth) {
+      SCOPED_TRACE(absl::StrCat(count, " allocations from ", nth));
+      Cluster cluster({.workers = 2, .thread_count = 1});
+      Worker& other = cluster[1];
+      ASSERT_EQ(other.Register("double",
+                               [](Request& r) -> absl::StatusOr<Message> {
+                                 return Message{"", {(r.message.tensors[0] * 2).sqrt()}};
+                               }),
+                absl::OkStatus());
+      ASSERT_EQ(other.Register("fail",
+                               [&, nth](Request& r) {
+                                 FailAllocation(nth, count);
+                                 return r.message;
+                               }),
+                absl::OkStatus());
+      ASSERT_EQ(other.Register("go on",
+                               [&](Request& r) {
+                                 failed = FailAllocation(-1);
+                                 return r.message;
+                               }),
+                absl::OkStatus());
+      const auto backward = [&](bool fail) {
+        const Context context = cluster[0].NewContext();
+        const at::Tensor leaf = at::ones({1}).requires_grad_(true);
+        const absl::StatusOr<Message> reply =
+            cluster[0].Call(1, "double", {"", {leaf}}, {.context = &context});
+        if (!reply.ok()) return reply.status();
+        if (fail) {
+          const absl::Status answered = cluster[0].Call(1, "fail", {"", {}}).status();
+          EXPECT_NE(answered.code(), absl::StatusCode::kDeadlineExceeded) << answered;
+        }
+        return context.Backward({reply->tensors[0].sum()});
+      };
+      const absl::Status status = backward(/*fail=*/true);
+      EXPECT_NE(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+      absl::Status next = absl::UnavailableError("");  // a connection may be about to end
+      for (int i = 0; i < 3 && !next.ok(); ++i) {
+        next = cluster[0].Call(1, "go on", {"", {}}).status();
+      }
+      EXPECT_TRUE(next.ok()) << next;
+      next = backward(/*fail=*/false);
+      EXPECT_TRUE(next.ok()) << next;
+      cluster.Kill(1);  // it may be lost to the other one, and could not leave in good order
+    }
+  }
+}
+
+// A destructor that throws ends the process. Those of libtorch's nodes may: so there are none.
+TEST(FailedAllocationTest, AWorkerEndsAllTheSame) {
+  for (const int count : {1, 3}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(absl::StrCat(count, " allocations from ", nth));
+      Promise<Message> promise;
+      Cluster cluster({.workers = 2});
+      ASSERT_EQ(cluster[1].RegisterAsync("keep", [&](Request&) { return promise.future(); }),
+                absl::OkStatus());
+      const Context context = cluster[0].NewContext();
+      const Future<Message> call = cluster[0].CallAsync(1, "keep", {"", {}}, {.context = &context});
+      while (cluster[1].context_count() == 0) std::this_thread::yield();
+      FailAllocation(nth, count);
+      cluster.Kill(0);
+      failed = FailAllocation(-1);
+      EXPECT_FALSE(call.Wait().ok());
+      while (cluster[1].context_count() > 0) std::this_thread::yield();
+    }
+  }
+}
+
 }  // namespace
 }  // namespace distgrad

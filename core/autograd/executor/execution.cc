@@ -16,6 +16,8 @@
 
 #include "absl/algorithm/container.h"
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "core/autograd/executor/gradient_slot.h"
@@ -85,6 +87,8 @@ struct Execution::State : std::enable_shared_from_this<Execution::State> {
   void Begin();
   void End();
   void Fail(absl::Status why);
+  // Calls `f`; what that throws, where there is no memory, is how the execution fails.
+  void OrFail(absl::FunctionRef<void()> f);
 
   // What a thread does for one Feed, or for one lane.
   void RunRoot(Graph::Index root, variable_list gradients, absl::Span<const bool> reached);
@@ -170,6 +174,14 @@ void Execution::State::Fail(absl::Status why) {
   if (!status.ok()) return;
   status = std::move(why);
   stopped.store(true, std::memory_order_relaxed);
+}
+
+void Execution::State::OrFail(absl::FunctionRef<void()> f) {
+  try {
+    f();
+  } catch (...) {
+    Fail(StatusFromException(std::current_exception()));
+  }
 }
 
 void Execution::State::RunRoot(Graph::Index root, variable_list gradients,
@@ -319,13 +331,16 @@ void Execution::State::Arrive(Graph::Successor at, at::Tensor gradient, bool rea
 void Execution::State::HandOver(uint8_t lane, ReadyNode node) {
   if (!lanes[lane].Put(node)) return;
   Begin();
+  absl::Cleanup end = [this] { End(); };  // never the last: the caller is running
   const bool scheduled = lanes[lane].threads()->Schedule([state = shared_from_this(), lane] {
-    state->RunLane(lane);
+    state->OrFail([&] { state->RunLane(lane); });
     state->End();
   });
-  if (scheduled) return;
-  Fail(absl::CancelledError("the thread pool of the execution was closed"));
-  End();  // never the last: the caller is running
+  if (!scheduled) {
+    Fail(absl::CancelledError("the thread pool of the execution was closed"));
+    return;
+  }
+  std::move(end).Cancel();
 }
 
 Execution::Execution(std::shared_ptr<const Graph> graph, ExecutionOptions options,
@@ -338,7 +353,7 @@ void Execution::Feed(Graph::Index root, variable_list gradients, absl::Span<cons
   const std::shared_ptr<State> state = state_;
   state->Begin();
   if (!state->stopped.load(std::memory_order_relaxed)) {
-    state->RunRoot(root, std::move(gradients), reached);
+    state->OrFail([&] { state->RunRoot(root, std::move(gradients), reached); });
   }
   state->End();
 }

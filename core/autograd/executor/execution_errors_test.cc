@@ -20,6 +20,7 @@
 #include "core/base/origin.h"
 #include "core/tensor/exception.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -85,6 +86,33 @@ TEST(ExecutionErrors, CodesFollowTheException) {
     EXPECT_EQ(status.code(), code) << status;
     EXPECT_FALSE(absl::StrContains(status.message(), "frame #")) << status;
   }
+}
+
+// Whoever feeds it, a thread of the pool, say, has nobody to tell.
+TEST(ExecutionErrors, WithoutMemoryItFails) {
+  int failures = 0;
+  for (int count = 1; count <= 3; ++count) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(testing::Message() << count << " allocations from " << nth);
+      const Tensor leaf = Leaf();
+      const Tensor root = (leaf * 2).sqrt() + leaf;
+      RecordingSink sink;
+      Execution execution(GraphOf({{root}}), ExecutionOptions(), &sink);
+      variable_list gradients = {at::ones_like(root)};
+      FailAllocation(nth, count);
+      execution.Feed(0, std::move(gradients), {true});
+      failed = FailAllocation(-1);
+      EXPECT_EQ(sink.idle, 1);
+      EXPECT_TRUE(execution.idle());
+      const absl::StatusCode code = execution.status().code();
+      failures += code == absl::StatusCode::kResourceExhausted ? 1 : 0;
+      EXPECT_TRUE(code == absl::StatusCode::kOk || code == absl::StatusCode::kResourceExhausted)
+          << execution.status();
+      EXPECT_EQ(sink.Of(leaf).defined(), code == absl::StatusCode::kOk);
+    }
+  }
+  EXPECT_GT(failures, 0);
 }
 
 TEST(ExecutionErrors, HooksOfEveryKind) {
