@@ -11,6 +11,7 @@
 #include <new>
 #include <utility>
 
+#include "core/base/await_memory.h"
 #include "core/base/check.h"
 #include "core/base/descriptors.h"
 #include "core/base/spin.h"
@@ -206,12 +207,14 @@ void Loop::RunDeferred(Task task) { deferred_ = std::move(task); }
 
 void Loop::Close() {
   std::vector<std::shared_ptr<Handler>> handlers;
-  {
+  AwaitMemory([&] {
     absl::MutexLock lock(&mu_);
-    if (std::exchange(closed_, true)) return;
+    if (closed_) return;
+    handlers.reserve(handlers_.size());
     for (const auto& [id, handler] : handlers_) handlers.push_back(handler);
+    closed_ = true;
     Wake();
-  }
+  });
   for (const auto& handler : handlers) handler->OnLoopClosed();
 }
 
@@ -339,7 +342,8 @@ bool Loop::HandleEvents(int patience) {
       const auto found = handlers_.find(events[i].data.u64);
       if (found != handlers_.end()) handler = found->second;
     }
-    if (handler != nullptr) handler->OnEvents(events[i].events);
+    // It is told once.
+    if (handler != nullptr) AwaitMemory([&] { handler->OnEvents(events[i].events); });
   }
   return n > 0;
 }
@@ -350,7 +354,13 @@ bool Loop::RunDue() {
     absl::MutexLock lock(&mu_);
     if (timers_.Next() != absl::InfiniteFuture()) {
       const absl::Time now = Now();
-      while (timers_.Next() <= now) tasks_.push_back(timers_.Pop());
+      try {
+        while (timers_.Next() <= now) {
+          tasks_.emplace_back();
+          tasks_.back() = timers_.Pop();
+        }
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next turn takes them
+      }
     }
     // What these add comes after the next events.
     due = tasks_.size();
@@ -393,7 +403,7 @@ void Loop::StopLeading() {
     sleeps_until_ = absl::InfiniteFuture();  // this thread does not
   }
   LeaveToOwn();
-  if (is_last) threads_.Schedule([this] { Work(); });
+  if (is_last) AwaitMemory([this] { threads_.Schedule([this] { Work(); }); });
 }
 
 bool Loop::Return() {

@@ -49,7 +49,7 @@ class Loop : public EventLoop, private Blockable {
    public:
     virtual ~Handler() = default;
     // Says that its socket is ready for `events` (EPOLLIN, ...). Called on the loop's thread; must
-    // not block.
+    // not block. Where it throws std::bad_alloc, before it has done anything, it is called again.
     virtual void OnEvents(uint32_t events) = 0;
     // Says that the loop is being closed: give up, and call Remove(). Called on the thread that
     // called Close().

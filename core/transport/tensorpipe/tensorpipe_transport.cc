@@ -218,14 +218,14 @@ class PipeConnection final : public Connection,
     Start(std::move(receiver));
   }
   void AwaitGreeting(std::shared_ptr<Receiver> receiver) {
-    timer_ =
-        shared_->clock->At(shared_->clock->Now() + kGreetingPatience, [watch = weak_from_this()] {
-          if (const auto self = watch.lock()) {
-            self->late_ = true;
-            const Asking asks(self.get());
-            self->pipe_->close();
-          }
-        });
+    timer_ = shared_->clock->At(shared_->clock->Now() + kGreetingPatience,
+                                [watch = weak_from_this()]() noexcept {  // as Close()
+                                  if (const auto self = watch.lock()) {
+                                    self->late_ = true;
+                                    const Asking asks(self.get());
+                                    self->pipe_->close();
+                                  }
+                                });
     Start(std::move(receiver));
   }
 
@@ -250,7 +250,9 @@ class PipeConnection final : public Connection,
         });
   }
 
-  void Close() override {
+  // Where TensorPipe finds no memory in the middle of it the process ends: the transport would
+  // stand still for good (tensorpipe/common/deferred_executor.h).
+  void Close() noexcept override {
     closed_ = true;
     const Asking asks(this);
     pipe_->close();

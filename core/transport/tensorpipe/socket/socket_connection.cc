@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 #include "core/base/descriptors.h"
 #include "core/base/exception.h"
 #include "core/net/address.h"
@@ -54,6 +55,10 @@ TextError::Cause CauseOf(const absl::Status& status) {
   return absl::IsResourceExhausted(status) ? TextError::Cause::kExhausted
                                            : TextError::Cause::kOther;
 }
+
+// Made before main(), for later there may be no memory for it.
+const tensorpipe::Error* const kNoMemory =
+    new tensorpipe::Error(MakeError("out of memory", TextError::Cause::kExhausted));
 
 std::string Head(uint64_t size) {
   return std::string(reinterpret_cast<const char*>(&size), sizeof(size));
@@ -179,12 +184,17 @@ void SocketConnection::Write(absl::string_view bytes, const void* data, size_t s
   });
 }
 
+// TensorPipe may be in the middle of something, and would stand still where this threw.
 void SocketConnection::Close() {
-  strand_.Run([self = shared_from_this()] { self->Fail("the connection was closed"); });
+  AwaitMemory([this] {
+    strand_.Run([self = shared_from_this()] { self->Fail("the connection was closed"); });
+  });
 }
 
 void SocketConnection::OnLoopClosed() {
-  strand_.Run([self = shared_from_this()] { self->Fail("the transport was closed"); });
+  AwaitMemory([this] {
+    strand_.Run([self = shared_from_this()] { self->Fail("the transport was closed"); });
+  });
 }
 
 void SocketConnection::Enqueue(ReadRequest request) {
@@ -696,25 +706,31 @@ void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
     cause = TextError::Cause::kNotTakenIn;
   }
   state_ = State::kClosed;
-  error_ = MakeError(why, cause);
+  try {
+    error_ = MakeError(why, cause);
+  } catch (const std::bad_alloc&) {
+    error_ = *kNoMemory;
+  }
   if (deadline_ != 0) loop_->Cancel(deadline_);
   if (retry_ != 0) loop_->Cancel(retry_);
   if (fd_.valid() && id_ != 0) loop_->Unwatch(fd_.get());
   fd_ = Fd();
   handshake_.reset();
   tls_ = nullptr;
-  std::deque<ReadRequest> reads = std::move(reads_);
-  std::deque<WriteRequest> writes = std::move(writes_);
-  reads_.clear();
-  writes_.clear();
-  for (ReadRequest& request : reads) {
+  while (!reads_.empty()) {
+    const ReadRequest request = std::move(reads_.front());
+    reads_.pop_front();
     if (request.object != nullptr) {
       request.object_done(error_);
     } else {
       request.done(error_, nullptr, 0);
     }
   }
-  for (WriteRequest& request : writes) request.done(error_);
+  while (!writes_.empty()) {
+    const WriteDone done = std::move(writes_.front().done);
+    writes_.pop_front();
+    done(error_);
+  }
   buffer_ = nullptr;
   // Last: the loop may have been all that kept us, and only now nothing is called any more.
   if (id_ != 0) loop_->Remove(id_);

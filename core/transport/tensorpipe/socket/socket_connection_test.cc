@@ -24,6 +24,7 @@
 #include "core/transport/tensorpipe/socket/socket_listener.h"
 #include "core/transport/tensorpipe/socket/socket_options.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -67,6 +68,59 @@ TEST(SocketConnectionTest, ManySmallFramesLeaveTurnsToOthers) {
   EXPECT_EQ(wrong, 0);
   EXPECT_GT(read_in_first_turn, 0);
   EXPECT_LT(read_in_first_turn, 2'000);
+}
+
+// TensorPipe would wait for ever for what it was not told.
+TEST(SocketConnectionTest, WithoutMemoryItEndsAllTheSame) {
+  for (int count = 1; count <= 3; ++count) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(testing::Message() << count << " allocations from " << nth);
+      int ends[2];
+      ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+      const Fd far(ends[1]);
+      const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+      const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]), nullptr);
+      absl::Notification read;
+      connection->Read(nullptr, 0, [&](const tensorpipe::Error& error, const void*, size_t) {
+        EXPECT_TRUE(error);
+        read.Notify();
+      });
+      FailAllocation(nth, count);
+      connection->Close();
+      failed = FailAllocation(-1);
+      read.WaitForNotification();
+      loop->Close();
+      loop->Join();
+    }
+  }
+}
+
+// The same on the loop's thread, which hears once of each event.
+TEST(SocketConnectionTest, WithoutMemoryTheLoopsThreadHearsOfTheOtherEndsEnd) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    int ends[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+    Fd far(ends[1]);
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]), nullptr);
+    absl::Notification read;
+    connection->Read(nullptr, 0, [&](const tensorpipe::Error& error, const void*, size_t) {
+      EXPECT_TRUE(error);
+      failed = FailAllocation(-1);
+      read.Notify();
+    });
+    loop->Run([&, nth] {
+      far = Fd();
+      FailAllocation(nth);
+    });
+    read.WaitForNotification();
+    connection->Close();
+    loop->Close();
+    loop->Join();
+  }
 }
 
 // The two ends of a connection within TLS: one is a connection, the other bytes in memory.
