@@ -371,8 +371,9 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
   const auto context = contexts_->Find(id);
   if (context != nullptr) End(*context, from, why);
   // Not before: where there was no memory for that, this is called again. Of one that is not here
-  // it is known from now on that it is released.
-  contexts_->Remove(id);
+  // it is known from now on that it is released; but it may have come meanwhile.
+  const auto removed = contexts_->Remove(id);
+  if (removed != nullptr && removed != context) End(*removed, from, why);
 }
 
 void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,
