@@ -118,7 +118,10 @@ absl::StatusOr<EdgeId> Engine::RecordSend(ContextRecord& context, WorkerRank to,
 
 void Engine::DropSend(ContextRecord& context, EdgeId edge) {
   std::shared_ptr<SourceNode> dropped = context.RemoveSend(edge);
-  for (const auto& run : context.Passes()) run->OnLostSend(edge);
+  // A pass that is here already would wait for it.
+  AwaitMemory([&] {
+    for (const auto& run : context.Passes()) run->OnLostSend(edge);
+  });
   // The graph that may end with it is its user's, and the thread may be the clock's.
   if (dropped != nullptr) {
     services_.pool.Schedule([dropped = std::move(dropped)]() mutable { dropped = nullptr; });
@@ -368,12 +371,9 @@ void Engine::Release(ContextId id) noexcept {
 
 void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
                          absl::FunctionRef<absl::Status()> why) {
-  const auto context = contexts_->Find(id);
-  if (context != nullptr) End(*context, from, why);
-  // Not before: where there was no memory for that, this is called again. Of one that is not here
-  // it is known from now on that it is released; but it may have come meanwhile.
-  const auto removed = contexts_->Remove(id);
-  if (removed != nullptr && removed != context) End(*removed, from, why);
+  // Where there is no memory to remember it nothing has changed, and this is called again; from then
+  // on nobody else ends it, also who hears in the middle of it that another worker is lost.
+  if (const auto context = contexts_->Remove(id)) AwaitMemory([&] { End(*context, from, why); });
 }
 
 void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,

@@ -354,6 +354,8 @@ absl::Status PassRun::FailOnStrand(std::exception_ptr thrown) {
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it does not say where, then
   }
   pass_.Fail(why);
+  // What it was going to say is not waited for any more.
+  if (reports_.has_value()) reports_->missing.clear();
   return why;
 }
 
