@@ -371,8 +371,8 @@ void Engine::Release(ContextId id) noexcept {
 
 void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
                          absl::FunctionRef<absl::Status()> why) {
-  // Where there is no memory to remember it nothing has changed, and this is called again; from then
-  // on nobody else ends it, also who hears in the middle of it that another worker is lost.
+  // Where there is no memory to remember it nothing has changed, and this is called again; from
+  // then on nobody else ends it, also who hears in the middle of it that another worker is lost.
   if (const auto context = contexts_->Remove(id)) AwaitMemory([&] { End(*context, from, why); });
 }
 
