@@ -17,10 +17,10 @@ quick ones first. A test that takes longer than --longest is left out. What fail
 what takes four times as long as without, and --grace more; what passes survives, and wants a test or a
 reason. Where a mutex is not locked no test is run, but clang's analysis by //tools:clang_tidy_test.
 
-The tree (DIR, by default one of this clone in the project's cache) is a work tree of its own, and kept: the next
-run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the same
-seed, count and FILE goes on where the last one was stopped. Ends with 1 if fewer than nine in ten are
-killed.
+The tree (DIR, by default one of this clone in the project's cache) is a work tree of its own, and kept:
+the next run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the
+same seed, count and FILE goes on where the last one was stopped. Ends with 1 if fewer than nine in ten
+are killed.
 """
 
 import argparse

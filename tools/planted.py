@@ -7,8 +7,8 @@ Runs the simulation with one defect after the other (those named, or all) on the
 fails, and prints which; and where tests/simulation/cases has a program of its name, how many of 20 seeds
 of that fail. Ends with 1 if one is not found within N seeds (default 5000), or by its case, or if the
 patch and the table of docs/testing.md do not have the same defects. One of which the table says that none
-finds it is run only if it is named. The seeds change with the code, so
-that those of the table are of a day; --table writes them anew.
+finds it is run only if it is named. The seeds change with the code, so that those of the table are of a
+day; --table writes them anew.
 
 The tree (DIR, by default one of this clone in the project's cache) is a work tree of HEAD, with the patch,
 and kept: the next run builds on it.
@@ -80,7 +80,7 @@ def main():
     if failed and in_case != []:
       found[name] = failed[0][0]
   missed = len(names) - len(found)
-  print(f"{len(found)} of {len(found) + missed} planted defects are found")
+  print(f"{len(found)} of {len(names)} planted defects are found")
   if options.table and not missed and not options.names:
     lines = "".join(f"| `{name}` | {rows[name]} | {seed} |\n"
                     for name, seed in [*sorted(found.items(), key=lambda pair: (pair[1], pair[0])),
