@@ -48,8 +48,8 @@ struct State {
   void Saw(const Step& step, size_t input, const at::Tensor& gradient);
 };
 
-// What is different between two runs of one program; empty if nothing.
-std::string Difference(State& want, State& got);
+// What is different between two runs of `program`; empty if nothing.
+std::string Difference(const Steps& program, State& want, State& got);
 
 // What a worker does for one call.
 class ProgramFrame {

@@ -187,7 +187,7 @@ class PropertyTest : public ::testing::TestWithParam<std::string> {
     distributed.look_ups = &look_ups_;
     LocalFrame(&local, 0).Run(run->first, {}, {});
     RunDistributed(run->first, patience, &distributed);
-    std::string wrong = Difference(local, distributed);
+    std::string wrong = Difference(run->first, local, distributed);
     // Some of it may still be in flight.
     absl::MutexLock lock(&mu_);
     if (!wrong.empty()) failed_.push_back(std::move(run));

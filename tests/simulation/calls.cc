@@ -327,7 +327,7 @@ void Job::RunProgram(const Action& action, Worker* worker) {
   CheckEnd(Text(action), status, end);
   if (newcomer != nullptr) EndGuest(Text(action), newcomer.get());
   if (!status.ok()) return;
-  const std::string difference = Difference(local, run->second);
+  const std::string difference = Difference(run->first, local, run->second);
   if (!difference.empty()) Wrong(absl::StrCat(Text(action), ": ", difference));
 }
 

@@ -55,8 +55,8 @@ struct Process {
   std::shared_ptr<SimulatedStore> store;
   std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_
   bool is_first = false;         // it has been there from the start
+  Tensors weights;               // that are trained, also by a handler that the worker's end finds
   std::shared_ptr<Worker> worker;
-  Tensors weights;  // that are trained
   std::unique_ptr<Optimizer> optimizer;
   std::vector<std::unique_ptr<PipelineStages>> stages;
 };
