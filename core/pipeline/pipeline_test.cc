@@ -32,6 +32,7 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <ctime>
 #include <functional>
 #include <map>
 #include <memory>
@@ -45,6 +46,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "core/base/processors.h"
 #include "core/parallel/process_group/gradient_averager.h"
@@ -3659,6 +3661,30 @@ TEST_P(PipelineTest, StagesThatAreClosedAreWaitedForUntilTheDeadline) {
   EXPECT_TRUE(stages->Close(absl::InfinitePast()));
   // These are not those.
   EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+}
+
+// The stages that wait for another one, the driver that waits for all, and the threads below them
+// share the processors with the one that computes.
+TEST_P(PipelineTest, WhoWaitsUsesNoProcessor) {
+  constexpr int kStages = 3;
+  Cluster cluster(Workers(kStages));
+  const EqualLayers layers(kStages);
+  std::atomic<bool> slow{false};
+  const auto stages = MakeStages(cluster, {0, 1, 2}, [&](int stage, Tensors in) {
+    if (slow) absl::SleepFor(absl::Milliseconds(100));
+    return layers.Forward(stage, in);
+  });
+  const auto pipeline = MakePipeline(cluster, *ZeroBubbleH1(kStages, 4));
+  for (slow = false;; slow = true) {
+    const std::clock_t before = std::clock();  // of all threads of the process
+    const Context context = cluster[0].NewContext();
+    ASSERT_EQ(pipeline->Train(context, {at::randn({8, 16})}, {at::rand({8, 16})}).status(),
+              absl::OkStatus());
+    if (!slow) continue;
+    // It takes 0.6 s at least, for each of its six waits.
+    EXPECT_LT(std::clock() - before, CLOCKS_PER_SEC / 4);
+    break;
+  }
 }
 
 TEST_P(PipelineTest, StagesThatCannotBeMadeLeaveNothing) {

@@ -382,9 +382,11 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> step =
         FindKept({plan.follows, FirstStage(plan.rank_of_stage, plan.rank)});
     if (step != nullptr) return step;
-    return absl::FailedPreconditionError(absl::StrCat(
-        "worker '", worker_->name(), "' does not know the step of pipeline '", name_,
-        "' behind which this one is to come: the worker, or its stages, are new ones"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("worker '", worker_->name(), "' does not know the step of pipeline '", name_,
+                     "' behind which this one is to come: the worker, or its stages, are new ones, "
+                     "or more than ",
+                     kMostStepsInFlight, " other steps have ended there since"));
   }
 
   // Whether the two are steps of different Pipelines.
