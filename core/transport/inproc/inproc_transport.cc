@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -285,19 +286,25 @@ absl::StatusOr<std::shared_ptr<Connection>> InprocNode::Connect(
   near->SetReceiver(std::move(receiver));  // no task of this end is on the thread yet
   const std::shared_ptr<InprocNode> there = network_->Find(address);
   std::shared_ptr<InprocEnd> far;
-  if (there != nullptr) {
-    far = std::make_shared<InprocEnd>(there, address_);
-    near->SetPeer(far);
-    far->SetPeer(near);
-  }
-  if (!Add(near)) {
+  if (there != nullptr) far = std::make_shared<InprocEnd>(there, address_);
+  // Should there be no memory for the rest.
+  absl::Cleanup let_go = [&] {
     near->SetPeer(nullptr);
+    Forget(near);
+    if (far == nullptr) return;
+    far->SetPeer(nullptr);
+    there->Forget(far);
+  };
+  near->SetPeer(far);
+  if (far != nullptr) far->SetPeer(near);
+  if (!Add(near)) {
     return absl::FailedPreconditionError(absl::StrCat(address_, " is going away"));
   }
   if (far == nullptr || !there->TakeIn(far)) {
     near->Finish(absl::UnavailableError(absl::StrCat("nobody listens at ", address)),
                  /*by_caller=*/false);
   }
+  std::move(let_go).Cancel();
   return near;
 }
 

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -175,6 +176,27 @@ TEST(InprocTransportTest, WithoutMemoryAConnectionAndATransportEndAllTheSame) {
         EXPECT_EQ(there->AwaitClosed().code(), absl::StatusCode::kUnavailable);
       }
     }
+  }
+}
+
+// Its two ends own each other from the start.
+TEST(InprocTransportTest, AConnectionThatFindsNoMemoryKeepsNothing) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const auto here = std::make_shared<RecordingReceiver>();
+    auto network = std::make_shared<InprocNetwork>();
+    auto server = NewInprocTransport(network);
+    auto client = NewInprocTransport(network);
+    const auto accept = [](auto) { return std::make_shared<RecordingReceiver>(); };
+    const std::string address = server->Listen(accept).value();
+    FailAllocation(nth);
+    try {
+      client->Connect(address, here).IgnoreError();
+    } catch (const std::bad_alloc&) {
+      EXPECT_EQ(here.use_count(), 1);  // before the transports end, which close what they know
+    }
+    failed = FailAllocation(-1);
   }
 }
 
