@@ -41,6 +41,7 @@ constexpr size_t kEncryptedBytes = 64 << 10;
 constexpr size_t kTlsRecordBytes = 16 << 10;
 constexpr absl::Duration kQueueFullDelay = absl::Milliseconds(5);
 constexpr uint32_t kReadEvents = EPOLLIN | EPOLLRDHUP;
+constexpr absl::string_view kCallback = "what hears of the end of a connection";
 
 // TensorPipe's decoder may look a few bytes past the end of an object that is cut short. It finds
 // these: no object begins with such a byte, so it stops.
@@ -88,10 +89,13 @@ void SocketConnection::AwaitOpen(absl::Duration timeout) {
   deadline_ = loop_->After(timeout, [watch = weak_from_this()] {
     const auto self = watch.lock();
     if (self == nullptr) return;
-    self->strand_.Run([self] {
-      if (self->state_ == State::kOpen) return;
-      self->Fail(self->state_ == State::kConnecting ? "nobody answers there"
-                                                    : "the other end did not finish its handshake");
+    AwaitMemory([&] {
+      self->strand_.Run([self] {
+        if (self->state_ == State::kOpen) return;
+        self->Fail(self->state_ == State::kConnecting
+                       ? "nobody answers there"
+                       : "the other end did not finish its handshake");
+      });
     });
   });
 }
@@ -243,8 +247,10 @@ void SocketConnection::StartConnecting() {
     retry_ = loop_->After(kQueueFullDelay, [watch = weak_from_this()] {
       const auto self = watch.lock();
       if (self == nullptr) return;
-      self->strand_.Run([self] {
-        if (self->state_ == State::kConnecting) self->StartConnecting();
+      AwaitMemory([&] {
+        self->strand_.Run([self] {
+          if (self->state_ == State::kConnecting) self->StartConnecting();
+        });
       });
     });
     return;
@@ -381,10 +387,12 @@ bool SocketConnection::EndTurnIfDue() {
 void SocketConnection::ReadLater() {
   if (state_ != State::kOpen || std::exchange(turn_over_, true)) return;
   loop_->Run([self = shared_from_this()] {
-    self->strand_.Run([self] {
-      self->turn_over_ = false;
-      self->moved_ = 0;
-      self->AdvanceReads();
+    AwaitMemory([&] {
+      self->strand_.Run([self] {
+        self->turn_over_ = false;
+        self->moved_ = 0;
+        self->AdvanceReads();
+      });
     });
   });
 }
@@ -600,9 +608,11 @@ void SocketConnection::AdvanceWrites() {
 void SocketConnection::WriteLater() {
   if (std::exchange(writes_later_, true)) return;
   loop_->Run([self = shared_from_this()] {
-    self->strand_.Run([self] {
-      self->writes_later_ = false;
-      self->AdvanceWrites();
+    AwaitMemory([&] {
+      self->strand_.Run([self] {
+        self->writes_later_ = false;
+        self->AdvanceWrites();
+      });
     });
   });
 }
@@ -721,15 +731,15 @@ void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
     const ReadRequest request = std::move(reads_.front());
     reads_.pop_front();
     if (request.object != nullptr) {
-      request.object_done(error_);
+      CallAndLog(kCallback, request.object_done, error_);
     } else {
-      request.done(error_, nullptr, 0);
+      CallAndLog(kCallback, request.done, error_, nullptr, 0);
     }
   }
   while (!writes_.empty()) {
     const WriteDone done = std::move(writes_.front().done);
     writes_.pop_front();
-    done(error_);
+    CallAndLog(kCallback, done, error_);
   }
   buffer_ = nullptr;
   // Last: the loop may have been all that kept us, and only now nothing is called any more.

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -94,6 +95,31 @@ TEST(SocketConnectionTest, WithoutMemoryItEndsAllTheSame) {
       loop->Join();
     }
   }
+}
+
+// Each waits for its own, and the loop for the connection.
+TEST(SocketConnectionTest, ACallbackThatThrowsKeepsNoOtherFromItsEnd) {
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+  const Fd far(ends[1]);
+  const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+  const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]), nullptr);
+  const std::string bytes(size_t{32} << 20, 'x');  // more than the system takes
+  int ended = 0;
+  for (int i = 0; i < 2; ++i) {
+    connection->Read(nullptr, 0, [&](const tensorpipe::Error&, const void*, size_t) {
+      ++ended;
+      throw std::bad_alloc();
+    });
+    connection->Write(bytes.data(), bytes.size(), [&](const tensorpipe::Error&) {
+      ++ended;
+      throw std::bad_alloc();
+    });
+  }
+  connection->Close();
+  EXPECT_EQ(ended, 4);
+  loop->Close();
+  loop->Join();
 }
 
 // The same on the loop's thread, which hears once of each event.

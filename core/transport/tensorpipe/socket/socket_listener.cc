@@ -7,11 +7,14 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 #include "core/base/descriptors.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
@@ -29,6 +32,11 @@ constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
 constexpr int kGracePart = 100;
 // How long to wait where all that could be evicted have just said something.
 constexpr absl::Duration kUnreadDelay = absl::Milliseconds(10);
+
+// Made before main(), for later there may be no memory for them.
+const tensorpipe::Error* const kClosed =
+    new tensorpipe::Error(MakeError("the listener was closed"));
+const absl::Status* const kTooLong = new absl::Status(absl::UnavailableError("it took too long"));
 
 }  // namespace
 
@@ -102,29 +110,43 @@ absl::Status SocketListener::OpenAcceptor(Acceptor* acceptor, absl::StatusOr<Fd>
   return absl::OkStatus();
 }
 
+// Who asks does so again when it has had its answer. So it waits for memory, rather than lose the
+// question; it may be a thread of TensorPipe's, which would stand still where this threw.
 void SocketListener::Accept(Accepted accepted) {
-  strand_.Run([self = shared_from_this(), accepted = std::move(accepted)]() mutable {
-    if (self->closed_) return accepted(MakeError("the listener was closed"), nullptr);
-    self->waiting_.push_back(std::move(accepted));
-    self->HandOver();
+  AwaitMemory([&] {
+    std::list<Accepted> one = {accepted};
+    strand_.Run([self = shared_from_this(), one = std::move(one)]() mutable {
+      self->waiting_.splice(self->waiting_.end(), one);
+      if (self->closed_) return self->FailWaiting();
+      self->HandOver();
+    });
   });
 }
 
 void SocketListener::Close() {
-  strand_.Run([self = shared_from_this()] {
-    if (std::exchange(self->closed_, true)) return;
-    while (!self->clients_.empty()) self->Forget(self->clients_.begin());
-    for (const auto& connection : self->ready_) connection->Close();
-    self->ready_.clear();
-    for (const Accepted& accepted : std::exchange(self->waiting_, {})) {
-      accepted(MakeError("the listener was closed"), nullptr);
-    }
-    for (Acceptor* acceptor : {&self->tcp_, &self->unix_}) {
-      if (acceptor->fd.valid()) self->loop_->Unwatch(acceptor->fd.get());
-      acceptor->fd = Fd();
-      if (acceptor->id != 0) self->loop_->Remove(acceptor->id);
-    }
+  AwaitMemory([this] {
+    strand_.Run([self = shared_from_this()] {
+      if (std::exchange(self->closed_, true)) return;
+      self->full_ = false;
+      while (!self->clients_.empty()) self->Forget(self->clients_.begin());
+      for (const auto& connection : self->ready_) connection->Close();
+      self->ready_.clear();
+      self->FailWaiting();
+      for (Acceptor* acceptor : {&self->tcp_, &self->unix_}) {
+        if (acceptor->fd.valid()) self->loop_->Unwatch(acceptor->fd.get());
+        acceptor->fd = Fd();
+        if (acceptor->id != 0) self->loop_->Remove(acceptor->id);
+      }
+    });
   });
+}
+
+void SocketListener::FailWaiting() {
+  while (!waiting_.empty()) {
+    const Accepted accepted = std::move(waiting_.front());
+    waiting_.pop_front();
+    CallAndLog("what a listener's end was told to", accepted, *kClosed, nullptr);
+  }
 }
 
 bool SocketListener::FreeSlot(const Acceptor& acceptor) {
@@ -153,11 +175,13 @@ bool SocketListener::Evict(const absl::Status& why, absl::Duration* left) {
 }
 
 void SocketListener::ResumeAfter(absl::Duration delay) {
-  if (std::exchange(full_, true)) return;
+  if (full_) return;
   loop_->After(delay, [watch = weak_from_this()] {
     const auto self = watch.lock();
-    if (self != nullptr) self->strand_.Run([self] { self->Resume(); });
+    if (self == nullptr) return;
+    AwaitMemory([&] { self->strand_.Run([self] { self->Resume(); }); });
   });
+  full_ = true;
 }
 
 void SocketListener::Resume() {
@@ -168,6 +192,16 @@ void SocketListener::Resume() {
 }
 
 void SocketListener::AcceptClients(Acceptor& acceptor) {
+  try {
+    AcceptAll(acceptor);
+  } catch (const std::bad_alloc&) {
+    // The loop says once that there are clients: for those that still wait it is to say so again.
+    loop_->Change(acceptor.id, acceptor.fd.get(), EPOLLIN);
+    LogInability(absl::Status(absl::StatusCode::kResourceExhausted, ""));
+  }
+}
+
+void SocketListener::AcceptAll(Acceptor& acceptor) {
   while (FreeSlot(acceptor)) {
     Fd fd(accept4(acceptor.fd.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (fd.valid()) {
@@ -214,31 +248,39 @@ void SocketListener::AddClient(Fd fd, bool is_unix) {
   const auto client = clients_.insert(
       clients_.end(),
       Client{std::move(fd), 0, is_unix, *std::move(handshake), nullptr, Loop::Now()});
+  absl::Cleanup forget = [&] { Forget(client); };  // should there be no memory for the rest
   // While the client is in the list the loop knows its id; both go together, on our strand.
   client->id = loop_->Add(
       std::make_shared<Events>(weak_from_this(), [id = &client->id](SocketListener& self) {
         // An event may come late, when the client is gone: its id is looked for, not used.
         for (auto it = self.clients_.begin(); it != self.clients_.end(); ++it) {
-          if (&it->id == id) return self.ShakeHands(it);
+          if (&it->id == id) return self.GoOn(it);
         }
       }));
-  if (client->id == 0) {
-    clients_.erase(client);
-    return;
-  }
+  if (client->id == 0) return;
   client->deadline =
       loop_->After(options_.handshake_timeout, [watch = weak_from_this(), id = client->id] {
         const auto self = watch.lock();
         if (self == nullptr) return;
-        self->strand_.Run([self, id] {
-          for (auto it = self->clients_.begin(); it != self->clients_.end(); ++it) {
-            if (it->id == id) return self->Dismiss(it, absl::UnavailableError("it took too long"));
-          }
+        AwaitMemory([&] {
+          self->strand_.Run([self, id] {
+            for (auto it = self->clients_.begin(); it != self->clients_.end(); ++it) {
+              if (it->id == id) return self->Dismiss(it, *kTooLong);
+            }
+          });
         });
       });
-  if (absl::Status watched = loop_->Watch(client->id, client->fd.get(), EPOLLIN | EPOLLRDHUP);
-      !watched.ok()) {
-    Dismiss(client, watched);
+  const absl::Status watched = loop_->Watch(client->id, client->fd.get(), EPOLLIN | EPOLLRDHUP);
+  std::move(forget).Cancel();
+  if (!watched.ok()) Dismiss(client, watched);
+}
+
+void SocketListener::GoOn(Clients::iterator client) {
+  try {
+    ShakeHands(client);
+  } catch (const std::bad_alloc&) {  // from before it was forgotten; it is told once what has come
+    LogInability(absl::Status(absl::StatusCode::kResourceExhausted, ""));
+    Forget(client);
   }
 }
 
@@ -304,10 +346,11 @@ void SocketListener::EstablishTls(Clients::iterator client) {
 void SocketListener::Adopt(Clients::iterator client) {
   loop_->Unwatch(client->fd.get());
   if (!client->is_unix) SetAcknowledgeTimeout(client->fd, options_.acknowledge_timeout);
-  Fd fd = std::move(client->fd);
-  std::unique_ptr<TlsSession> tls = std::move(client->tls);
+  ready_.emplace_back();  // first, as there may be no memory for it
+  absl::Cleanup take_out = [this] { ready_.pop_back(); };
+  ready_.back() = SocketConnection::Adopt(loop_, std::move(client->fd), std::move(client->tls));
+  std::move(take_out).Cancel();
   Forget(client);
-  ready_.push_back(SocketConnection::Adopt(loop_, std::move(fd), std::move(tls)));
   HandOver();
 }
 
@@ -319,7 +362,10 @@ void SocketListener::MakeRoom(Clients::iterator client, const absl::Status& why)
 }
 
 void SocketListener::Dismiss(Clients::iterator client, const absl::Status& why) {
-  refusals_.Add(client->fd.get(), client->handshake, why);
+  try {
+    refusals_.Add(client->fd.get(), client->handshake, why);
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it goes all the same
+  }
   Forget(client);
 }
 
@@ -328,16 +374,25 @@ void SocketListener::Forget(Clients::iterator client) {
   if (client->fd.valid()) loop_->Unwatch(client->fd.get());
   loop_->Remove(client->id);
   clients_.erase(client);
-  if (full_) strand_.Run([self = shared_from_this()] { self->Resume(); });
+  if (!full_) return;
+  try {
+    strand_.Run([self = shared_from_this()] { self->Resume(); });
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the timer does it
+  }
 }
 
 void SocketListener::HandOver() {
   while (!ready_.empty() && !waiting_.empty()) {
-    auto connection = std::move(ready_.front());
+    const auto connection = std::move(ready_.front());
     ready_.pop_front();
-    const Accepted accepted = std::move(waiting_.front());
+    try {
+      waiting_.front()(tensorpipe::Error(), connection);
+    } catch (const std::bad_alloc&) {
+      LogInability(absl::Status(absl::StatusCode::kResourceExhausted, ""));
+      connection->Close();
+      continue;  // it would not ask again
+    }
     waiting_.pop_front();
-    accepted(tensorpipe::Error(), std::move(connection));
   }
 }
 

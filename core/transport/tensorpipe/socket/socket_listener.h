@@ -37,7 +37,8 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // Called by Listen only.
   SocketListener(std::shared_ptr<Loop> loop, SocketOptions options);
 
-  // Takes the next connection.
+  // Takes the next connection. Where there is no memory for what is to take it, the next one after
+  // that.
   void Accept(Accepted accepted);
   // Fails all Accepts, and closes all connections that have not been accepted.
   void Close();
@@ -68,6 +69,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // What is private runs on strand_ only, but for Listen's own calls.
   absl::Status OpenAcceptor(Acceptor* acceptor, absl::StatusOr<Fd> fd, bool is_unix);
   void AcceptClients(Acceptor& acceptor);
+  void AcceptAll(Acceptor& acceptor);
   // Whether there is a slot for one more client: where one waits another is evicted for it.
   bool FreeSlot(const Acceptor& acceptor);
   // Evicts, of the clients who are silent, the one whose last step is the oldest. Returns false if
@@ -79,6 +81,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   // A connection is closed because this process itself cannot do what it takes.
   void LogInability(const absl::Status& why);
   void AddClient(Fd fd, bool is_unix);
+  void GoOn(Clients::iterator client);
   void ShakeHands(Clients::iterator client);
   // Notes that the client has got further in its handshake.
   void TakeStep(Clients::iterator client);
@@ -90,6 +93,8 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   void Dismiss(Clients::iterator client, const absl::Status& why);
   void Forget(Clients::iterator client);
   void HandOver();
+  // Answers, once closed, all who wait.
+  void FailWaiting();
 
   // Constant after Listen(); synchronize themselves.
   const std::shared_ptr<Loop> loop_;
@@ -108,7 +113,7 @@ class SocketListener final : public std::enable_shared_from_this<SocketListener>
   Acceptor tcp_, unix_;
   Clients clients_;  // by their last steps
   std::deque<std::shared_ptr<SocketConnection>> ready_;
-  std::deque<Accepted> waiting_;
+  std::list<Accepted> waiting_;
 };
 
 }  // namespace distgrad

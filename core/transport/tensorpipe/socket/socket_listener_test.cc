@@ -1,0 +1,163 @@
+// A listener without memory: it ends all the same, and goes on with those that wait.
+#include "core/transport/tensorpipe/socket/socket_listener.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <memory>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "absl/synchronization/notification.h"
+#include "core/base/future.h"
+#include "core/net/endpoint.h"
+#include "core/net/loop.h"
+#include "core/transport/tensorpipe/socket/socket_connection.h"
+#include "core/transport/tensorpipe/socket/socket_options.h"
+#include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
+
+namespace distgrad {
+namespace {
+
+// TensorPipe waits for the end of what it has asked for, and the loop for the listener's.
+TEST(SocketListenerTest, WithoutMemoryItEndsAllTheSame) {
+  for (const bool throws : {false, true}) {
+    for (int count = 1; count <= 3; ++count) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        SCOPED_TRACE(testing::Message() << throws << ": " << count << " allocations from " << nth);
+        const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+        const auto listener = *SocketListener::Listen(loop, "127.0.0.1", SocketOptions());
+        int ended = 0;
+        for (int i = 0; i < 2; ++i) {
+          listener->Accept([&](const tensorpipe::Error& error, auto) {
+            EXPECT_TRUE(error);
+            ++ended;
+            if (throws) throw std::bad_alloc();
+          });
+        }
+        FailAllocation(nth, count);
+        listener->Close();
+        failed = FailAllocation(-1);
+        EXPECT_EQ(ended, 2);
+        loop->Close();
+        loop->Join();
+      }
+    }
+  }
+}
+
+// TensorPipe does not ask again before it has been answered, with a connection or an error.
+TEST(SocketListenerTest, WithoutMemoryItTakesTheNextQuestion) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    const auto listener = *SocketListener::Listen(loop, "127.0.0.1", SocketOptions());
+    int ended = 0;
+    for (int i = 0; i < 100; ++i) {  // more than a block of a queue holds
+      if (i == 50) FailAllocation(nth);
+      listener->Accept([&](const tensorpipe::Error&, auto) { ++ended; });
+    }
+    failed = FailAllocation(-1);
+    listener->Close();
+    EXPECT_EQ(ended, 100);
+    FailAllocation(nth);
+    listener->Accept([&](const tensorpipe::Error&, auto) { ++ended; });
+    failed = FailAllocation(-1) || failed;
+    EXPECT_EQ(ended, 101);
+    loop->Close();
+    loop->Join();
+  }
+}
+
+// The loop says once that there are connections.
+TEST(SocketListenerTest, OneThatFindsNoMemoryKeepsNoOtherOut) {
+  const std::shared_ptr<Loop> clients = *Loop::Start("test-clients");
+  bool failed = true;
+  for (int nth = 0; failed && !testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    const SocketOptions options;
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    const auto listener = *SocketListener::Listen(loop, "127.0.0.1", options);
+    // Each of the clients is taken in, or hears that it is not.
+    std::atomic<int> taken{0};
+    for (int i = 0; i < 3; ++i) {
+      listener->Accept([&](const tensorpipe::Error& error, auto connection) {
+        if (error) return;
+        ++taken;
+        connection->Write("", nullptr, 0, [](const tensorpipe::Error&) {});
+      });
+    }
+    absl::Notification stands, goes;
+    loop->Run([&, nth] {
+      stands.Notify();
+      goes.WaitForNotification();
+      FailAllocation(nth);
+    });
+    stands.WaitForNotification();
+    std::vector<std::shared_ptr<SocketConnection>> connections;
+    std::vector<Future<bool>> heard;
+    for (int i = 0; i < 3; ++i) {
+      Promise<bool> promise;
+      heard.push_back(promise.future());
+      connections.push_back(
+          SocketConnection::Connect(clients, *ParseEndpoint(listener->address()), options));
+      const auto kept = std::make_shared<Promise<bool>>(std::move(promise));
+      connections.back()->Read(
+          nullptr, 0,
+          [kept](const tensorpipe::Error& error, const void*, size_t) { kept->Set(!error); });
+    }
+    goes.Notify();
+    int is_in = 0;
+    for (const Future<bool>& one : heard) is_in += *one.Wait();
+    EXPECT_GE(is_in, 2);
+    absl::Notification told;
+    loop->Run([&] {
+      failed = FailAllocation(-1);
+      told.Notify();
+    });
+    told.WaitForNotification();
+    for (const auto& connection : connections) connection->Close();
+    listener->Close();
+    loop->Close();
+    loop->Join();
+  }
+  clients->Close();
+  clients->Join();
+}
+
+// Its timers fire on the loop's thread, which ends the process if that throws.
+TEST(SocketListenerTest, WithoutMemoryAClientWhoSaysNothingIsClosed) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    SocketOptions options;
+    options.handshake_timeout = absl::Milliseconds(1);
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    const auto listener = *SocketListener::Listen(loop, "127.0.0.1", options);
+    loop->Run([nth] { FailAllocation(nth); });
+    const Endpoint endpoint = *ParseEndpoint(listener->address());
+    const Fd client = *NewSocketFor(endpoint, /*is_unix=*/false);
+    StartConnecting(client, endpoint, /*is_unix=*/false);
+    pollfd events = {.fd = client.get(), .events = POLLIN, .revents = 0};
+    EXPECT_EQ(poll(&events, 1, /*timeout=*/-1), 1);
+    char byte;
+    EXPECT_LE(recv(client.get(), &byte, 1, 0), 0);
+    absl::Notification told;
+    loop->Run([&] {
+      failed = FailAllocation(-1);
+      told.Notify();
+    });
+    told.WaitForNotification();
+    listener->Close();
+    loop->Close();
+    loop->Join();
+  }
+}
+
+}  // namespace
+}  // namespace distgrad
