@@ -71,6 +71,7 @@ SocketListener::SocketListener(std::shared_ptr<Loop> loop, SocketOptions options
 absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
     std::shared_ptr<Loop> loop, const std::string& host, const SocketOptions& options) {
   auto listener = std::make_shared<SocketListener>(std::move(loop), options);
+  absl::Cleanup close = [&] { listener->Close(); };
   Endpoint endpoint;
   if (options.unix_sockets) endpoint.place = ThisPlace();
   DG_RETURN_IF_ERROR(FillRandom(endpoint.token.data(), endpoint.token.size()));
@@ -83,20 +84,14 @@ absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
   if (opened.ok() && !endpoint.place.empty()) {
     opened = listener->OpenAcceptor(&listener->unix_, ListenUnix(endpoint.name), true);
   }
-  if (!opened.ok()) {
-    listener->Close();
-    return opened;
-  }
+  DG_RETURN_IF_ERROR(opened);
   listener->address_ = FormatEndpoint(endpoint);
   // Only now, when all is in its place, may events come.
   for (Acceptor* acceptor : {&listener->tcp_, &listener->unix_}) {
     if (!acceptor->fd.valid()) continue;
-    if (absl::Status watched = listener->loop_->Watch(acceptor->id, acceptor->fd.get(), EPOLLIN);
-        !watched.ok()) {
-      listener->Close();
-      return watched;
-    }
+    DG_RETURN_IF_ERROR(listener->loop_->Watch(acceptor->id, acceptor->fd.get(), EPOLLIN));
   }
+  std::move(close).Cancel();
   return listener;
 }
 

@@ -22,6 +22,24 @@
 namespace distgrad {
 namespace {
 
+TEST(SocketListenerTest, OneThatFindsNoMemoryFromTheStartKeepsNoLoopFromItsEnd) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    FailAllocation(nth);
+    std::shared_ptr<SocketListener> listener;
+    try {
+      listener = *SocketListener::Listen(loop, "127.0.0.1", SocketOptions());
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the loop's end is looked at
+    }
+    failed = FailAllocation(-1);
+    if (listener != nullptr) listener->Close();
+    loop->Close();
+    loop->Join();
+  }
+}
+
 // TensorPipe waits for the end of what it has asked for, and the loop for the listener's.
 TEST(SocketListenerTest, WithoutMemoryItEndsAllTheSame) {
   for (const bool throws : {false, true}) {
