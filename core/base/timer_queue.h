@@ -34,13 +34,16 @@ class TimerQueue {
     return id;
   }
 
-  // Takes a timer out; null if there is no such timer, or it is firing.
+  // Takes a timer out; null if there is no such timer, or it is firing. Whoever gets null counts on
+  // the callback to do what it is for: so where that finds no memory it is called again all the
+  // same.
   Callback Remove(Id id) {
     const auto found = when_.find(id);
     if (found == when_.end()) return nullptr;
     const auto timer = timers_.find({found->second, id});
+    if (timer == timers_.end()) return nullptr;
     when_.erase(found);
-    return timer == timers_.end() ? nullptr : std::move(timers_.extract(timer).mapped());
+    return std::move(timers_.extract(timer).mapped());
   }
 
   // The time of the first timer; InfiniteFuture when there is none.
@@ -56,9 +59,8 @@ class TimerQueue {
   }
 
   // The same in parts, for a timer that may have to fire again: Fire() under the lock, Call()
-  // without it, and Fired() under it. That puts back one which there was no memory to call, unless
-  // it was removed meanwhile; it needs no memory itself. What is left of the timer is destroyed
-  // outside the lock.
+  // without it, and Fired() under it. That puts back one which there was no memory to call, and
+  // needs none itself. What is left of the timer is destroyed outside the lock.
   Firing Fire() { return timers_.extract(timers_.begin()); }
   static bool Call(Firing& timer) {
     try {
@@ -70,7 +72,6 @@ class TimerQueue {
   }
   void Fired(Firing& timer, bool called, absl::Time now) {
     const auto found = when_.find(timer.key().second);
-    if (found == when_.end()) return;
     if (called) {
       when_.erase(found);
     } else {

@@ -1,6 +1,7 @@
 // Asks the store, and tells the agent and the store which workers are lost.
 #include "core/worker/member_sync.h"
 
+#include <memory>
 #include <string>
 
 #include "absl/cleanup/cleanup.h"
@@ -15,7 +16,7 @@ constexpr absl::Duration kPause = absl::Seconds(1);  // between two looks at the
 
 void MemberSync::Stop() {
   absl::MutexLock lock(&mu_);
-  stopped_ = true;
+  self_ = nullptr;
   for (auto* timer : {&follow_timer_, &deny_timer_}) {
     if (*timer) parts_.clock.Cancel(**timer);
   }
@@ -126,11 +127,15 @@ bool MemberSync::HasJustDenied() const {
 
 void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* timer, Task task) {
   absl::MutexLock lock(&mu_);
-  if (stopped_) return;
-  *timer = parts_.clock.At(parts_.clock.Now() + wait, [this, wait, timer, task] {
-    // Where there is no thread for it now there may be one later.
-    if (!parts_.lookups.Run([this, task] { (this->*task)(); })) RunLater(wait, timer, task);
-  });
+  if (self_ == nullptr) return;
+  *timer = parts_.clock.At(
+      parts_.clock.Now() + wait, [weak = std::weak_ptr<MemberSync>(self_), wait, timer, task] {
+        const auto self = weak.lock();
+        if (self == nullptr) return;
+        const bool runs = self->parts_.lookups.Run([raw = self.get(), task] { (raw->*task)(); });
+        // Where there is no thread for it now there may be one later.
+        if (!runs) self->RunLater(wait, timer, task);
+      });
 }
 
 // ------------------------------------------------------------------------------- Following

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -98,7 +99,8 @@ class MemberSync {
 
   absl::Mutex mu_;
   // Guarded by mu_.
-  bool stopped_ ABSL_GUARDED_BY(mu_) = false;
+  // For the timers, of which one may fire again after Stop(); null from then on.
+  std::shared_ptr<MemberSync> self_ ABSL_GUARDED_BY(mu_){this, [](MemberSync*) {}};
   absl::flat_hash_set<WorkerRank> asked_for_ ABSL_GUARDED_BY(mu_);  // those the store is asked for
   std::optional<Clock::TimerId> follow_timer_ ABSL_GUARDED_BY(mu_), deny_timer_
       ABSL_GUARDED_BY(mu_);
