@@ -103,16 +103,17 @@ void Link::SendLast(Packet packet, absl::Status why) {
 void Link::FlushOnStrand() {
   std::shared_ptr<Connection> connection;
   std::shared_ptr<Link> bulk;
-  std::deque<Waiting> unwanted, large_unwanted;  // they end outside the lock
+  bool is_closed;
   {
     absl::MutexLock lock(&mu_);
     connection = connection_;
     bulk = bulk_;
-    if (state_ == State::kClosed) {
-      unwanted.swap(waiting_);
-      large_unwanted.swap(large_waiting_);
-      withdrawable_.clear();
-    }
+    is_closed = state_ == State::kClosed;
+  }
+  if (is_closed) {
+    withdrawable_.clear();
+    waiting_.clear();
+    large_waiting_.clear();
   }
   while (connection != nullptr && !waiting_.empty()) {
     Waiting& next = waiting_.front();
