@@ -6,29 +6,60 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "absl/functional/any_invocable.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/clock.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/rpc/agent.h"
 #include "core/rpc/agent_testing.h"
+#include "core/rpc/frame.h"
 #include "core/transport/inproc/inproc_transport.h"
 #include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
 
-// Drops all packets once it is told to. Thread-safe.
+// Drops all packets once it is told to, and counts the connections that "a" opens. Thread-safe.
 class Fault : public FaultInjector {
  public:
-  Action OnSend(const std::string&, const std::string&, Packet&) override { return action.load(); }
+  Action OnSend(const std::string& from, const std::string&, Packet& packet) override {
+    if (packet.bytes.size() > 4 && packet.bytes[4] == static_cast<char>(FrameKind::kHello)) {
+      hellos += from == "inproc://1";
+    }
+    return action.load();
+  }
   std::atomic<Action> action{Action::kDeliver};
+  std::atomic<int> hellos{0};
+};
+
+// Another clock, which calls `before_next` and then has no memory for a timer, once. Thread-safe.
+class ShortClock : public Clock {
+ public:
+  explicit ShortClock(Clock* clock) : clock_(clock) {}
+  absl::Time Now() override { return clock_->Now(); }
+  TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
+    if (before_next != nullptr) {
+      std::exchange(before_next, nullptr)();
+      throw std::bad_alloc();
+    }
+    return clock_->At(when, std::move(callback));
+  }
+  bool Cancel(TimerId timer) override { return clock_->Cancel(timer); }
+
+  std::function<void()> before_next;
+
+ private:
+  Clock* const clock_;
 };
 
 // The agents "a", "b" and "c".
@@ -124,6 +155,54 @@ TEST(AgentNoMemoryTest, TheHeartbeatGoesOn) {
     failed = FailAllocation(-1);
     for (int i = 0; i < 10; ++i) all.clock.Advance(absl::Seconds(2));
     EXPECT_EQ(made.Wait().status().code(), absl::StatusCode::kUnavailable);
+  }
+}
+
+// Others count on it that have begun meanwhile.
+TEST(AgentNoMemoryTest, TheHeartbeatBeginsForAll) {
+  FakeClock time;
+  ShortClock clock(&time);
+  const auto faults = std::make_shared<Fault>();
+  const auto network = std::make_shared<InprocNetwork>(faults);
+  std::vector<std::unique_ptr<TestAgent>> agents;
+  for (WorkerRank rank = 0; rank < 3; ++rank) {
+    // The others would notice that they hear nothing of this one.
+    const absl::Duration limit = rank == 0 ? absl::Seconds(10) : absl::InfiniteDuration();
+    agents.push_back(std::make_unique<TestAgent>(&clock, network, rank, /*incarnation=*/1,
+                                                 AgentOptions{.heartbeat_limit = limit}));
+  }
+  StartAll(agents);
+  std::optional<Future<std::string>> second;
+  std::optional<IncomingCall> kept;
+  clock.before_next = [&] {
+    second = agents[0]->Call(2, "keep");
+    kept = agents[2]->service.AwaitKept();
+  };
+  agents[0]->Call(1, "echo").Wait().status().IgnoreError();
+  faults->action = FaultInjector::Action::kDrop;
+  for (int i = 0; i < 10; ++i) time.Advance(absl::Seconds(2));
+  ASSERT_TRUE(second->Done());
+  EXPECT_EQ(second->Wait().status().code(), absl::StatusCode::kUnavailable);
+}
+
+// Before a silent peer is given up it is asked on a new connection.
+TEST(AgentNoMemoryTest, WhoCouldNotBeProbedIsProbedLater) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    Agents all;
+    const Future<std::string> made = all.a().Call(1, "keep");
+    const IncomingCall kept = all.b().service.AwaitKept();
+    all.faults->action = FaultInjector::Action::kDrop;
+    for (int i = 0; i < 2; ++i) all.clock.Advance(absl::Seconds(2));
+    FailAllocation(nth);
+    all.clock.Advance(absl::Seconds(2));
+    failed = FailAllocation(-1);
+    all.clock.Advance(absl::Seconds(2));
+    // Or its own connection had to end.
+    if (!made.Done()) {
+      EXPECT_GE(all.faults->hellos, 2);
+    }
   }
 }
 

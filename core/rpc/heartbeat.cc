@@ -67,7 +67,7 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
   }
 
   Verdict verdict;
-  absl::flat_hash_map<WorkerRank, bool> probed;
+  absl::flat_hash_set<WorkerRank> probed;
   for (size_t i = 0; i < readings.size(); ++i) {
     const Reading& reading = readings[i];
     Sign& sign = links_[reading.link];
@@ -95,13 +95,10 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     }
     if (!is_quiet) continue;
     if (reading.answers) sign.pinged = std::min(sign.pinged, now);
-    if (silent < 2 * interval()) continue;
-    if (!probed_.contains(*reading.peer) && probed.emplace(*reading.peer, true).second) {
+    if (silent >= 2 * interval() && probed.insert(*reading.peer).second) {
       verdict.probe.push_back(*reading.peer);
     }
-    probed.emplace(*reading.peer, true);
   }
-  probed_ = std::move(probed);
   return verdict;
 }
 

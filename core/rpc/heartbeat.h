@@ -57,7 +57,7 @@ class Heartbeat {
   // What is to be done; links by their place in the readings.
   struct Verdict {
     std::vector<size_t> ask;        // are to be pinged
-    std::vector<WorkerRank> probe;  // ping these on a new link, too
+    std::vector<WorkerRank> probe;  // ping these on a second link, too
     std::vector<size_t> lost;
     std::vector<size_t> stale;  // though their peers live
   };
@@ -90,7 +90,6 @@ class Heartbeat {
   const absl::Duration limit_, bulk_opening_;
   absl::Time ticked_ = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, Sign> links_;
-  absl::flat_hash_map<WorkerRank, bool> probed_;  // since they were last heard
 };
 
 }  // namespace distgrad

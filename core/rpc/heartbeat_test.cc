@@ -41,7 +41,7 @@ TEST_F(HeartbeatTest, WhoIsSilentIsAskedThenProbedThenLost) {
   EXPECT_EQ(verdict.probe, std::vector<WorkerRank>{5});
   verdict = Tick(silent);  // 30 s
   EXPECT_EQ(verdict.ask, std::vector<size_t>{0});
-  EXPECT_TRUE(verdict.probe.empty()) << "it was probed already";
+  EXPECT_EQ(verdict.probe, std::vector<WorkerRank>{5}) << "there may have been no memory for it";
   verdict = Tick(silent);  // 40 s, and up to 50 since it was heard
   EXPECT_EQ(verdict.lost, std::vector<size_t>{0});
 }

@@ -63,6 +63,17 @@ std::shared_ptr<Link> LinkTable::Make(Link::Kind kind, absl::Time asked_for) {
   return link;
 }
 
+void LinkTable::Use(WorkerRank peer, const std::shared_ptr<Link>& link) {
+  const auto [used, is_new] = by_peer_.emplace(peer, link);
+  if (!is_new) return;
+  try {
+    calls_->Add(*link);
+  } catch (const std::bad_alloc&) {
+    by_peer_.erase(used);
+    throw;
+  }
+}
+
 void LinkTable::Drop(Entry& entry) {
   entry.mark = Entry::Mark::kDropped;
   entry.link->Drop();
@@ -102,8 +113,7 @@ void LinkTable::Start() {
     const WorkerRank self = peers_->self().rank;
     auto loopback = Make(Link::Kind::kLoopback);
     loopback->SetPeer(self, /*incarnation=*/0);
-    calls_->Add(*loopback);
-    by_peer_.emplace(self, std::move(loopback));
+    Use(self, loopback);
   }
   // What peers sent before we knew who they are.
   for (const auto& link : links) link->Release();
@@ -153,8 +163,7 @@ absl::StatusOr<std::shared_ptr<Link>> LinkTable::ToLocked(WorkerRank peer) {
   link->OpenLater([this, watch = std::weak_ptr<Link>(link), peer] {
     if (const auto link = watch.lock()) Open(link, peer);
   });
-  calls_->Add(*link);
-  by_peer_.emplace(peer, link);
+  Use(peer, link);
   std::move(forget).Cancel();
   return link;
 }
@@ -290,8 +299,10 @@ void LinkTable::OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint6
     bulk->SetPeer(peer, /*incarnation=*/0);
     bulk->SetMain(link);
   }
-  Connect(bulk, peer, number);
-  link->SetBulk(std::move(bulk));
+  OrClose(*bulk, [&] {
+    Connect(bulk, peer, number);
+    link->SetBulk(bulk);
+  });
 }
 
 absl::Status LinkTable::AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello) {
@@ -467,7 +478,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
         is_lost = found->second.loss != 0;
         link->SetPeer(hello.from, hello.from_incarnation);
         // Two workers may open connections to each other at the same time; then both stay.
-        if (by_peer_.emplace(hello.from, link).second) calls_->Add(*link);
+        Use(hello.from, link);
       }
     }
     if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
@@ -524,20 +535,19 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());
     if (found == links_.end()) return false;  // Close() has ended all
-    others.reserve(links_.size());            // before anything changes
-    const Entry entry = std::move(found->second);
-    links_.erase(found);
+    const Entry& entry = found->second;
     // Another thread may have admitted it just now.
     peer = link->peer();
     is_bulk = link->is_bulk();
     if (peer && !is_bulk) {
       const auto of_peer = by_peer_.find(*peer);
       const bool was_used = of_peer != by_peer_.end() && of_peer->second == link;
-      if (was_used) by_peer_.erase(of_peer);
       // On one that it did not use this worker has sent only answers to what came there. If what
       // the peer has sent there is lost, the peer finds that, and ends all others itself.
       const bool is_wanted = entry.mark != Entry::Mark::kDropped;
       is_lost = is_wanted && (was_used || link->carried());
+      if (is_lost) others.reserve(links_.size());  // before anything changes
+      if (was_used) by_peer_.erase(of_peer);
       is_news = is_wanted && (was_used || link->heard() > 0);
       closed = {.peer = *peer,
                 .incarnation = link->incarnation(),
@@ -546,6 +556,7 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
                 .is_there = is_there,
                 .asked_for = entry.asked_for};
     }
+    links_.erase(found);
     // What was sent on this link may be lost, and the peer need not hear of that: it may never have
     // had this link, or have given it up before it began what it waits for. So all links with it
     // end.
@@ -643,13 +654,8 @@ void LinkTable::StartHeartbeat() {
     absl::MutexLock lock(&mu_);
     if (state_ == State::kClosed || std::exchange(beats_, true)) return;
   }
-  // Should there be no memory for it: whoever comes next tries again.
-  absl::Cleanup does_not_beat = [this] {
-    absl::MutexLock lock(&mu_);
-    beats_ = false;
-  };
-  ArmHeartbeat();
-  std::move(does_not_beat).Cancel();
+  // Others find that it beats, and count on it.
+  AwaitMemory([this] { ArmHeartbeat(); });
 }
 
 void LinkTable::ArmHeartbeat() {
@@ -748,8 +754,10 @@ void LinkTable::Probe(WorkerRank peer) {
     probe = Make(Link::Kind::kOpened);
     probe->SetPeer(peer, /*incarnation=*/0);
   }
-  Connect(probe, peer);
-  SendPing(*probe);
+  OrClose(*probe, [&] {
+    Connect(probe, peer);
+    SendPing(*probe);
+  });
 }
 
 }  // namespace distgrad

@@ -156,6 +156,8 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
 
   std::shared_ptr<Link> Make(Link::Kind kind, absl::Time asked_for = absl::InfinitePast())
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Has calls to a peer go over that link, unless there is one for them. All of it, or nothing.
+  void Use(WorkerRank peer, const std::shared_ptr<Link>& link) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Drop(Entry& entry) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Drops all links with that incarnation of a peer, and those that have none yet, adds them to
   // `dropped`, and notes that they are given up. 0: whichever incarnation they are with.
