@@ -2,10 +2,13 @@
 #include "core/membership/lookups.h"
 
 #include <algorithm>
+#include <new>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/exception.h"
 
 namespace distgrad {
 namespace {
@@ -13,7 +16,11 @@ namespace {
 // The longest that a new question waits for those before it when the store is silent.
 constexpr absl::Duration kRound = absl::Seconds(1);
 
-absl::Status Closed() { return absl::CancelledError("this worker is shutting down"); }
+// Made before main(), for later there may be no memory for them.
+const absl::Status* const kClosed =
+    new absl::Status(absl::CancelledError("this worker is shutting down"));
+const absl::Status* const kNoMemory =
+    new absl::Status(absl::ResourceExhaustedError("there is no memory to ask the job's store"));
 
 }  // namespace
 
@@ -27,52 +34,91 @@ void Lookups::Find(std::string name, Deadline deadline, Found found) {
 
 void Lookups::Ask(Question question) {
   if (const absl::Status started = thread_.Start(); !started.ok()) return question.found(started);
-  absl::ReleasableMutexLock lock(&mu_);
-  if (waiting_.size() + asked_ >= kMaxWaiting) {
-    lock.Release();
-    return question.found(absl::ResourceExhaustedError(
-        absl::StrCat("more than ", kMaxWaiting, " questions wait for the store")));
+  Questions one;
+  one.push_back(std::move(question));
+  const Question* const asked = &one.front();
+  {
+    absl::ReleasableMutexLock lock(&mu_);
+    if (waiting_.size() + asked_ >= kMaxWaiting) {
+      lock.Release();
+      return one.front().found(absl::ResourceExhaustedError(
+          absl::StrCat("more than ", kMaxWaiting, " questions wait for the store")));
+    }
+    waiting_.splice(waiting_.end(), one);
   }
-  waiting_.push_back(std::move(question));
-  lock.Release();
-  // One task for each question, of which the first may answer many.
-  if (!thread_.Schedule([this] { AskAll(); })) AskAll();
+  try {
+    // One task for each question, of which the first may answer many.
+    if (!Schedule()) AskAll();
+  } catch (const std::bad_alloc&) {
+    absl::MutexLock lock(&mu_);
+    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [asked](const Question& each) { return &each == asked; });
+    if (found == waiting_.end()) return;  // another task has it
+    one.splice(one.end(), waiting_, found);
+    throw;
+  }
+}
+
+bool Lookups::Schedule() {
+  return thread_.Schedule([this] { AskAll(); });
 }
 
 void Lookups::AskAll() {
-  std::vector<Question> questions;
-  {
-    absl::MutexLock lock(&mu_);
-    questions.swap(waiting_);
-    asked_ += static_cast<int>(questions.size());
-  }
-  if (questions.empty()) return;
-  std::vector<Membership::Who> workers;
-  for (const Question& question : questions) workers.push_back(question.who);
-  std::vector<absl::StatusOr<WorkerInfo>> found;
-  if (closed_) {
-    found.assign(questions.size(), Closed());
-  } else {
-    found = members_->FindEach(workers, Deadline::After(kRound));
-  }
-  std::vector<Question> again;
-  for (size_t i = 0; i < questions.size(); ++i) {
-    const bool silent = absl::IsDeadlineExceeded(found[i].status());
-    if (!silent || questions[i].deadline.Passed()) {
-      questions[i].found(std::move(found[i]));
-    } else if (closed_) {
-      questions[i].found(Closed());
-    } else {
-      again.push_back(std::move(questions[i]));
+  for (bool is_over = false; !is_over;) {
+    Questions questions;
+    {
+      absl::MutexLock lock(&mu_);
+      questions.swap(waiting_);
+      asked_ += static_cast<int>(questions.size());
+    }
+    if (questions.empty()) return;
+    const int count = static_cast<int>(questions.size());
+    AskEach(&questions);
+    is_over = questions.empty();
+    {
+      absl::MutexLock lock(&mu_);
+      asked_ -= count;
+      waiting_.splice(waiting_.end(), questions);
+    }
+    try {
+      // Other tasks have their turn before them.
+      is_over = is_over || Schedule();
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): here, then
     }
   }
-  {
-    absl::MutexLock lock(&mu_);
-    asked_ -= static_cast<int>(questions.size());
-    std::move(again.begin(), again.end(), std::back_inserter(waiting_));
+}
+
+void Lookups::AskEach(Questions* questions) {
+  std::vector<absl::StatusOr<WorkerInfo>> found;
+  try {
+    std::vector<Membership::Who> workers;
+    for (const Question& question : *questions) workers.push_back(question.who);
+    if (closed_) {
+      found.assign(workers.size(), *kClosed);
+    } else {
+      found = members_->FindEach(workers, Deadline::After(kRound));
+    }
+  } catch (const std::bad_alloc&) {
+    found.clear();
   }
-  if (again.empty()) return;
-  if (!thread_.Schedule([this] { AskAll(); })) AskAll();
+  auto it = questions->begin();
+  for (size_t i = 0; it != questions->end(); ++i) {
+    absl::StatusOr<WorkerInfo> answer = *kNoMemory;
+    if (!found.empty()) answer = std::move(found[i]);
+    if (absl::IsDeadlineExceeded(answer.status()) && !it->deadline.Passed()) {
+      if (!closed_) {
+        ++it;
+        continue;
+      }
+      answer = *kClosed;
+    }
+    try {
+      it->found(std::move(answer));
+    } catch (const std::bad_alloc&) {
+      LogThrown("what hears of an answer of the job's store");
+    }
+    it = questions->erase(it);
+  }
 }
 
 bool Lookups::Run(absl::AnyInvocable<void()> task) {

@@ -4,8 +4,8 @@
 #define DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_
 
 #include <atomic>
+#include <list>
 #include <string>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -27,7 +27,8 @@ class Lookups final : public Directory {
   ~Lookups() override { Close(); }
 
   // Find a worker. kDeadlineExceeded where the store is silent: for `patience`, or until the
-  // deadline.
+  // deadline. kResourceExhausted where there is no memory to ask it; where these throw
+  // std::bad_alloc nobody is answered.
   void Find(WorkerRank worker, absl::Duration patience, Found found) override;
   void Find(std::string name, Deadline deadline, Found found);
 
@@ -48,15 +49,21 @@ class Lookups final : public Directory {
     Found found;
   };
 
+  using Questions = std::list<Question>;  // which go from one list to another without memory
+
   void Ask(Question question);
   // Asks all that waits, and answers what it can.
   void AskAll();
+  // Asks these, and leaves those that are to be asked again.
+  void AskEach(Questions* questions);
+  // Has AskAll() run on the thread. Returns false if that is not to be.
+  bool Schedule();
 
   Membership* const members_;
   std::atomic<bool> closed_{false};
 
   absl::Mutex mu_;
-  std::vector<Question> waiting_ ABSL_GUARDED_BY(mu_);
+  Questions waiting_ ABSL_GUARDED_BY(mu_);
   int asked_ ABSL_GUARDED_BY(mu_) = 0;  // by AskAll(), and not answered yet
 
   // Synchronizes itself.

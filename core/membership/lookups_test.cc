@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "core/membership/membership.h"
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/forwarding_store.h"
 
 namespace distgrad {
@@ -84,6 +86,78 @@ TEST_F(LookupsTest, EachWaitsAsLongAsItsCallerHasTime) {
   EXPECT_FALSE(patient.done.HasBeenNotified());
   store_->silent = false;
   EXPECT_EQ(patient.Wait()->name, "one");
+}
+
+// On their thread, which ends the process if that throws.
+TEST_F(LookupsTest, WithoutMemoryEachIsAnsweredAllTheSame) {
+  for (const bool silent : {false, true}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(testing::Message() << silent << ": " << nth);
+      store_->silent = silent;
+      absl::Notification waits, goes, over;
+      // So that all are asked in one turn.
+      lookups_.Run([&, nth] {
+        waits.Notify();
+        goes.WaitForNotification();
+        FailAllocation(nth);
+      });
+      waits.WaitForNotification();
+      Answer answers[3], throws;
+      lookups_.Find("one", Later(), answers[0].Take());
+      lookups_.Find("one", Later(), [&](const absl::StatusOr<WorkerInfo>&) {
+        throws.done.Notify();
+        throw std::bad_alloc();
+      });
+      lookups_.Find("one", Later(), answers[1].Take());
+      lookups_.Find("nobody", Later(), answers[2].Take());
+      lookups_.Run([&] {
+        failed = FailAllocation(-1);
+        store_->silent = false;
+        over.Notify();
+      });
+      goes.Notify();
+      throws.done.WaitForNotification();
+      for (Answer& answer : answers) answer.Wait().status().IgnoreError();
+      over.WaitForNotification();
+    }
+  }
+  Answer answer;
+  lookups_.Find("one", Later(), answer.Take());
+  EXPECT_TRUE(answer.Wait().ok());
+}
+
+// Who asks hears of it, or is answered.
+TEST_F(LookupsTest, WhoHasNoMemoryToAskHearsOfIt) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    std::atomic<int> answers{0};
+    absl::Notification waits, goes;
+    lookups_.Run([&] {
+      waits.Notify();
+      goes.WaitForNotification();
+    });
+    waits.WaitForNotification();
+    constexpr int kCount = 40;  // more than a block of a queue holds
+    int thrown = 0;
+    std::vector<Directory::Found> found(kCount);
+    for (auto& each : found) each = [&](const absl::StatusOr<WorkerInfo>&) { ++answers; };
+    FailAllocation(nth);
+    for (auto& each : found) {
+      try {
+        lookups_.Find(WorkerRank{0}, absl::Minutes(2), std::move(each));
+      } catch (const std::bad_alloc&) {
+        ++thrown;
+      }
+    }
+    failed = FailAllocation(-1);
+    Answer next;  // with all that waits
+    lookups_.Find("one", Later(), next.Take());
+    goes.Notify();
+    EXPECT_TRUE(next.Wait().ok());
+    EXPECT_EQ(answers + thrown, kCount);
+  }
 }
 
 TEST_F(LookupsTest, CloseAnswersAll) {

@@ -51,8 +51,15 @@ class UnresolvedCall final : public Canceller {
       promise_.Set(WithOrigin(reply.status(), {self_, ErrorOrigin::By::kDistgrad}));
     }
   }
-  // It was not made.
-  void Fail(const absl::Status& why) { End(CallError(why, function_, Quoted(worker_))); }
+  // It was not made. Whoever waits hears of it also where there is no memory for the names.
+  void Fail(const absl::Status& why) {
+    absl::Status error = why;
+    try {
+      error = CallError(why, function_, Quoted(worker_));
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it says less, then
+    }
+    End(error);
+  }
   const Future<Message>& future() const { return future_; }
 
  private:
@@ -219,11 +226,17 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
       name, Deadline::After(call_time),
       [this, unresolved, timer, send = std::move(send)](absl::StatusOr<WorkerInfo> found) mutable {
         // A call may wait for credit; the store's thread has others to serve.
-        const bool scheduled = parts_.pool.Schedule(
-            [send = std::move(send), found = std::move(found)]() mutable { send(found); });
-        if (scheduled) return;
+        absl::Status why;
+        try {
+          const bool scheduled = parts_.pool.Schedule(
+              [send = std::move(send), found = std::move(found)]() mutable { send(found); });
+          if (scheduled) return;
+          why = absl::CancelledError("this worker is shutting down");
+        } catch (const std::bad_alloc&) {
+          why = StatusFromException(std::current_exception());
+        }
         parts_.clock.Cancel(timer);
-        unresolved->Fail(absl::CancelledError("this worker is shutting down"));
+        unresolved->Fail(why);
       });
   return future;
 }
