@@ -442,8 +442,9 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
   // First, as there may be no memory for it.
   if (!released_ && status.ok()) {
     if (it != passes_.end()) done_.emplace(pass, it->second);
-  } else if (!released_ && failed_.emplace(pass, status).second) {
-    failed_order_.push_back(pass);
+  } else if (!released_ && failed_.count(pass) == 0) {
+    failed_order_.push_back(pass);  // what is in order alone does no harm
+    failed_.emplace(pass, status);
     if (failed_order_.size() > kRemembered) {
       failed_.erase(failed_order_.front());
       failed_order_.pop_front();

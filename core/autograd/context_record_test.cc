@@ -13,6 +13,7 @@
 
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -218,6 +219,32 @@ TEST(ContextRecordTest, APassThatIsOverIsKeptUntilOneSaysThatItIsOverEverywhere)
   EXPECT_FALSE(is_kept(second)) << "all before the fourth are over";
   EXPECT_FALSE(is_kept(third));
   EXPECT_TRUE(is_kept(theirs[2])) << "it is another worker's";
+}
+
+// However many fail, and where there was no memory for one of them.
+TEST(ContextRecordTest, ThePassesThatFailedAreForgottenInTheirOrder) {
+  constexpr PassId kPasses = 200, kRemembered = 1024;
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    ContextRecord record(1);
+    const absl::Status why = absl::UnavailableError("it failed");
+    FailAllocation(nth);
+    for (PassId pass = 1; pass <= kPasses; ++pass) {
+      try {
+        record.EndPass(pass, why);
+      } catch (const std::bad_alloc&) {
+        record.EndPass(pass, why);  // as who ends it does
+      }
+    }
+    failed = FailAllocation(-1);
+    EXPECT_FALSE(record.FindPass(kPasses).over.ok());
+    for (PassId pass = 1; pass <= kRemembered; ++pass) record.EndPass(kPasses + pass, why);
+    for (PassId pass = 1; pass <= kPasses; ++pass) {
+      EXPECT_TRUE(record.FindPass(pass).over.ok()) << pass;
+    }
+    EXPECT_FALSE(record.FindPass(kPasses + kRemembered).over.ok());
+  }
 }
 
 TEST(ContextRecordTest, NoEdgeBeginsWithALostWorkerAndNothingInAReleasedOne) {
