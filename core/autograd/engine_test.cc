@@ -30,6 +30,7 @@
 #include "core/base/event_loop.h"
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -139,7 +140,13 @@ class SteppingClock : public Clock {
       absl::MutexLock lock(&mu_);
       timers.swap(timers_);
     }
-    for (auto& [timer, callback] : timers) callback();
+    for (auto& [timer, callback] : timers) {
+      try {
+        callback();
+      } catch (const std::bad_alloc&) {
+        callback();  // as clocks do
+      }
+    }
   }
 
   Trap on_now;
@@ -634,6 +641,84 @@ TEST_F(EngineTest, APacketThatCannotBeSentKeepsNoOtherFromItsWorker) {
   const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
   ASSERT_EQ(sent.size(), 1u) << "the first of two was lost";
   EXPECT_EQ(sent[0].notices.front().kind, Notice::Kind::kAbort);
+}
+
+// Nobody reports, and the timer that would end the wait for that may find no memory.
+TEST_F(EngineTest, APassPastItsDeadlineEndsWithoutMemory) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const auto context = contexts_.New();
+    const Future<Unit> pass = engine_.Backward(context, {Receive(context, kPeer, nth + 1).sum()},
+                                               {.deadline = clock_.Now()}, /*run_here=*/true);
+    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+    ASSERT_EQ(sent.size(), 1u);
+    FailAllocation(nth);
+    clock_.RunTimers();
+    failed = FailAllocation(-1);
+    Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                    .context = context->id(),
+                    .pass = sent[0].notices.front().pass,
+                    .count = 1});
+    AwaitPool();
+    clock_.RunTimers();
+    AwaitPool();
+    EXPECT_TRUE(pass.Done());
+    engine_.Release(context->id());
+    network_.TakeSent();
+  }
+}
+
+// The pass would wait for the answer to what was never sent.
+TEST_F(EngineTest, WhatIsNotSentIsNotWaitedForWithoutMemory) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const auto context = contexts_.New();
+    const at::Tensor leaf = at::ones({2}).requires_grad_();
+    const absl::StatusOr<EdgeId> edge =
+        engine_.RecordSend(*context, kPeer, Engine::MakeSend({leaf * 2}));
+    ASSERT_TRUE(edge.ok()) << edge.status();
+    const Future<Unit> pass = engine_.Backward(
+        context, {(leaf * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+    ASSERT_EQ(sent.size(), 1u);
+    Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                    .context = context->id(),
+                    .pass = sent[0].notices.front().pass,
+                    .count = 1});
+    AwaitPool();
+    FailAllocation(nth);
+    engine_.DropSend(*context, *edge);
+    failed = FailAllocation(-1);
+    AwaitPool();
+    EXPECT_TRUE(pass.Done());
+    engine_.Release(context->id());
+    network_.TakeSent();
+  }
+}
+
+// Two workers that leave may each have made a context of the other's: whoever hears in the middle
+// of a release that its maker is lost does not end it once more.
+TEST_F(EngineTest, AContextThatAnotherWorkerReleasesEndsOnce) {
+  for (const bool has_memory : {true, false}) {
+    SCOPED_TRACE(has_memory);
+    const ContextId id = MakeId(kOther, has_memory ? 1 : 2);
+    const absl::StatusOr<std::shared_ptr<ContextRecord>> context = contexts_.FindOrAdd(id, 0);
+    ASSERT_TRUE(context.ok()) << context.status();
+    ASSERT_TRUE((*context)->AddPeer(kPeer).ok());
+    network_.on_notify.Set([&] {
+      engine_.OnPeerLost(kOther, absl::UnavailableError("it is gone"));
+      if (!has_memory) throw std::bad_alloc();
+    });
+    Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = id});
+    AwaitPool();
+    EXPECT_EQ(contexts_.size(), 0u);
+    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+    ASSERT_EQ(sent.size(), 1u);
+    EXPECT_EQ(sent[0].to, kPeer);
+    EXPECT_EQ(sent[0].notices.front().kind, Notice::Kind::kRelease);
+  }
 }
 
 // ------------------------------------------------------------------------------ Workers that go

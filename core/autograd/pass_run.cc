@@ -171,22 +171,15 @@ void PassRun::OnPeerLost(WorkerRank peer, const absl::Status& why) {
 }
 
 void PassRun::Fail(const absl::Status& why) {
-  Post(
-      [this, why] {
-        if (reports_.has_value()) reports_->missing.clear();
-        pass_.Fail(LocalError(why));
-      },
-      RunHere::kNo);
+  Post([this, why] { FailWith(LocalError(why)); }, RunHere::kNo);
 }
 
 void PassRun::Cancel(uint64_t) {
   Post(
       [this] {
-        if (reports_.has_value()) reports_->missing.clear();
         // A future may outlive the engine, but not a pass that is not over.
-        if (!over_.has_value()) {
-          pass_.Fail(LocalError(absl::CancelledError("the pass was cancelled")));
-        }
+        FailWith(over_.has_value() ? *over_
+                                   : LocalError(absl::CancelledError("the pass was cancelled")));
       },
       RunHere::kNo);
 }
@@ -353,10 +346,13 @@ absl::Status PassRun::FailOnStrand(std::exception_ptr thrown) {
     why = LocalError(why);
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it does not say where, then
   }
-  pass_.Fail(why);
-  // What it was going to say is not waited for any more.
-  if (reports_.has_value()) reports_->missing.clear();
+  FailWith(why);
   return why;
+}
+
+void PassRun::FailWith(const absl::Status& why) {
+  pass_.Fail(why);
+  if (reports_.has_value()) reports_->missing.clear();
 }
 
 void PassRun::OnThrowOnStrand(std::exception_ptr thrown) {
