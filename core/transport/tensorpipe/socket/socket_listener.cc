@@ -36,6 +36,8 @@ constexpr absl::Duration kUnreadDelay = absl::Milliseconds(10);
 // Made before main(), for later there may be no memory for them.
 const tensorpipe::Error* const kClosed =
     new tensorpipe::Error(MakeError("the listener was closed"));
+const absl::Status* const kNoMemory =
+    new absl::Status(absl::ResourceExhaustedError("out of memory"));
 const absl::Status* const kTooLong = new absl::Status(absl::UnavailableError("it took too long"));
 
 }  // namespace
@@ -192,7 +194,7 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
   } catch (const std::bad_alloc&) {
     // The loop says once that there are clients: for those that still wait it is to say so again.
     loop_->Change(acceptor.id, acceptor.fd.get(), EPOLLIN);
-    LogInability(absl::Status(absl::StatusCode::kResourceExhausted, ""));
+    LogInability(*kNoMemory);
   }
 }
 
@@ -274,7 +276,7 @@ void SocketListener::GoOn(Clients::iterator client) {
   try {
     ShakeHands(client);
   } catch (const std::bad_alloc&) {  // from before it was forgotten; it is told once what has come
-    LogInability(absl::Status(absl::StatusCode::kResourceExhausted, ""));
+    LogInability(*kNoMemory);
     Forget(client);
   }
 }
@@ -383,7 +385,7 @@ void SocketListener::HandOver() {
     try {
       waiting_.front()(tensorpipe::Error(), connection);
     } catch (const std::bad_alloc&) {
-      LogInability(absl::Status(absl::StatusCode::kResourceExhausted, ""));
+      LogInability(*kNoMemory);
       connection->Close();
       continue;  // it would not ask again
     }
