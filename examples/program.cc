@@ -1,8 +1,6 @@
 // Runs this process as the one that the user started, or as one of a job.
 #include "examples/program.h"
 
-#include <malloc.h>
-
 #include <cstdio>
 #include <optional>
 #include <string>
@@ -31,16 +29,6 @@ int ExitStatus(const std::string& program, const absl::Status& status, bool says
   return status.code() == absl::StatusCode::kInvalidArgument ? 2 : 1;
 }
 
-// Has malloc keep what a step frees for the next one. By default glibc gives much of it back to the
-// system, and then takes it again page by page, which costs `fashion_mnist --single` more than a
-// third of its time. Blocks of more than 32 MiB are the system's in any case; and where malloc is
-// another one, as AddressSanitizer's, it stays as it is.
-void KeepFreedMemory() {
-  constexpr int kLargestBlock = 32 << 20, kKept = 1 << 30;
-  mallopt(M_MMAP_THRESHOLD, kLargestBlock);
-  mallopt(M_TRIM_THRESHOLD, kKept);
-}
-
 }  // namespace
 
 int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& train) {
@@ -54,7 +42,6 @@ int RunProgram(int argc, char** argv, const CommandLine& line, const Trainers& t
   const absl::StatusOr<std::optional<JobPlace>> place = JobPlaceFromEnvironment();
   if (!place.ok()) return ExitStatus(line.name, place.status());
   if (place->has_value()) {
-    KeepFreedMemory();
     return ExitStatus(line.name,
                       options->single ? train.single(*options) : train.process(*options, **place),
                       (*place)->rank == 0);
