@@ -443,7 +443,8 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
   if (!released_ && status.ok()) {
     if (it != passes_.end()) done_.emplace(pass, it->second);
   } else if (!released_ && failed_.count(pass) == 0) {
-    failed_order_.push_back(pass);  // what is in order alone does no harm
+    // What is in order alone does no harm, and is there where this is done again for memory.
+    if (failed_order_.empty() || failed_order_.back() != pass) failed_order_.push_back(pass);
     failed_.emplace(pass, status);
     if (failed_order_.size() > kRemembered) {
       failed_.erase(failed_order_.front());

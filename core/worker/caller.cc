@@ -48,21 +48,24 @@ class UnresolvedCall final : public Canceller {
     if (reply.ok()) {
       promise_.Set(reply);
     } else {
-      promise_.Set(WithOrigin(reply.status(), {self_, ErrorOrigin::By::kDistgrad}));
+      promise_.Set(Originated(reply.status()));
     }
   }
   // It was not made. Whoever waits hears of it also where there is no memory for the names.
   void Fail(const absl::Status& why) {
     absl::Status error = why;
     try {
-      error = CallError(why, function_, Quoted(worker_));
+      error = Originated(CallError(why, function_, Quoted(worker_)));
     } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it says less, then
     }
-    End(error);
+    promise_.Set(error);
   }
   const Future<Message>& future() const { return future_; }
 
  private:
+  absl::Status Originated(const absl::Status& error) const {
+    return WithOrigin(error, {self_, ErrorOrigin::By::kDistgrad});
+  }
   Future<Message> call() const {
     absl::MutexLock lock(&mu_);
     return call_;
@@ -235,8 +238,8 @@ Future<Message> Caller::SendToUnresolved(std::string name, Outgoing call, CallOp
         } catch (const std::bad_alloc&) {
           why = StatusFromException(std::current_exception());
         }
-        parts_.clock.Cancel(timer);
         unresolved->Fail(why);
+        parts_.clock.Cancel(timer);
       });
   return future;
 }

@@ -24,6 +24,7 @@
 #include <limits>
 #include <list>
 #include <memory>
+#include <new>
 #include <optional>
 #include <random>
 #include <set>
@@ -51,6 +52,7 @@
 #include "tests/testing/certificate_strangers.h"
 #include "tests/testing/certificates.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/no_descriptors.h"
 #include "tests/testing/no_tls.h"
 #include "tests/testing/tcp_proxy.h"
@@ -417,6 +419,32 @@ TEST_P(StoreTest, Prefix) {
   EXPECT_EQ(store_->Get("1/key", absl::InfinitePast()).value(), "a");
   EXPECT_EQ(two.Add("n", 2, Later()).value(), 2);
   EXPECT_EQ(one.Add("n", 1, Later()).value(), 1);
+}
+
+// One thread has no memory, and the others go on, as it does itself.
+TEST_P(StoreTest, WithoutMemoryItWorksAgain) {
+  const auto attempt = [&](const auto& operation) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(nth);
+      FailAllocation(nth);
+      try {
+        operation();
+      } catch (
+          const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): what comes next is looked at
+      }
+      failed = FailAllocation(-1);
+      ASSERT_EQ(store_->Set("key", "value", Later()), absl::OkStatus());
+      ASSERT_EQ(store_->Get("key", Later()).value(), "value");
+    }
+  };
+  const Keys keys = {"key", "other"};
+  const std::string key = "key", value = "value", counter = "count";
+  attempt([&] { store_->Set(key, value, Later()).IgnoreError(); });
+  attempt([&] { store_->Get(key, Later()).IgnoreError(); });
+  attempt([&] { store_->GetEach(keys, Later()).IgnoreError(); });
+  attempt([&] { store_->Add(counter, 1, Later()).IgnoreError(); });
+  attempt([&] { store_->Delete(key, Later()).IgnoreError(); });
 }
 
 TEST_P(StoreTest, TwoProcesses) {

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <iterator>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "core/base/random.h"
@@ -182,15 +183,22 @@ absl::Status TcpStoreClient::TakeTurn(const Request& request, Deadline deadline)
 absl::Status TcpStoreClient::Exchange(const Request& request, Deadline deadline,
                                       ReadAnswer read_answer) {
   DG_RETURN_IF_ERROR(TakeTurn(request, deadline));
+  const absl::Cleanup end_turn = [this] {
+    std::lock_guard<std::mutex> lock(mu_);
+    busy_ = false;
+    free_.notify_all();
+  };
+  // Where there is no memory, half an answer may be on its way, as after an error.
+  absl::Cleanup break_off = [this] { socket_ = Socket(); };
   bool gone = false;
   absl::Status status = ExchangeAlone(request, deadline, read_answer, &gone);
-  if (!status.ok()) {
-    status = Annotate(status, absl::StrCat(gone ? "lost the store at " : "the store at ", where_));
+  std::move(break_off).Cancel();
+  if (status.ok()) return status;
+  status = Annotate(status, absl::StrCat(gone ? "lost the store at " : "the store at ", where_));
+  if (gone) {
+    std::lock_guard<std::mutex> lock(mu_);
+    gone_ = status;
   }
-  std::lock_guard<std::mutex> lock(mu_);
-  busy_ = false;
-  if (gone) gone_ = status;
-  free_.notify_all();
   return status;
 }
 

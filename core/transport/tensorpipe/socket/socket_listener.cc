@@ -67,7 +67,8 @@ class SocketListener::Events final : public Loop::Handler {
 SocketListener::SocketListener(std::shared_ptr<Loop> loop, SocketOptions options)
     : loop_(std::move(loop)), options_(std::move(options)), strand_([](std::exception_ptr thrown) {
         // It goes on listening: what failed concerns one connection, which is closed with the task.
-        DG_LOG(ERROR) << "cannot take a connection: " << StatusFromStdException(std::move(thrown));
+        DG_LOG(ERROR) << "cannot take a connection: "
+                      << StatusFromStdException(std::move(thrown)).message();
       }) {}
 
 absl::StatusOr<std::shared_ptr<SocketListener>> SocketListener::Listen(
@@ -224,7 +225,7 @@ void SocketListener::AcceptAll(Acceptor& acceptor) {
 
 void SocketListener::LogInability(const absl::Status& why) {
   if (!IsWorthALine(++unable_)) return;
-  DG_LOG(ERROR) << "cannot take a connection: " << why << " (" << unable_ << " so far)";
+  DG_LOG(ERROR) << "cannot take a connection: " << why.message() << " (" << unable_ << " so far)";
 }
 
 void SocketListener::AddClient(Fd fd, bool is_unix) {
@@ -383,10 +384,12 @@ void SocketListener::HandOver() {
     const auto connection = std::move(ready_.front());
     ready_.pop_front();
     try {
-      waiting_.front()(tensorpipe::Error(), connection);
+      // A copy: what TensorPipe asks with can be called once, also where it throws.
+      const Accepted accepted = waiting_.front();
+      accepted(tensorpipe::Error(), connection);
     } catch (const std::bad_alloc&) {
-      LogInability(*kNoMemory);
       connection->Close();
+      LogInability(*kNoMemory);
       continue;  // it would not ask again
     }
     waiting_.pop_front();
