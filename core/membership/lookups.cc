@@ -25,18 +25,18 @@ const absl::Status* const kNoMemory =
 }  // namespace
 
 void Lookups::Find(WorkerRank worker, absl::Duration patience, Found found) {
-  Ask({worker, Deadline::After(patience), std::move(found)});
+  Ask(worker, Deadline::After(patience), std::move(found));
 }
 
 void Lookups::Find(std::string name, Deadline deadline, Found found) {
-  Ask({std::move(name), deadline, std::move(found)});
+  Ask(std::move(name), deadline, std::move(found));
 }
 
-void Lookups::Ask(Question question) {
-  if (const absl::Status started = thread_.Start(); !started.ok()) return question.found(started);
+void Lookups::Ask(Membership::Who who, Deadline deadline, Found found) {
+  if (const absl::Status started = thread_.Start(); !started.ok()) return found(started);
   Questions one;
-  one.push_back(std::move(question));
-  const Question* const asked = &one.front();
+  one.push_back({std::move(who), deadline, std::move(found), 0});
+  uint64_t number;
   {
     absl::ReleasableMutexLock lock(&mu_);
     if (waiting_.size() + asked_ >= kMaxWaiting) {
@@ -44,6 +44,7 @@ void Lookups::Ask(Question question) {
       return one.front().found(absl::ResourceExhaustedError(
           absl::StrCat("more than ", kMaxWaiting, " questions wait for the store")));
     }
+    one.front().number = number = ++last_number_;
     waiting_.splice(waiting_.end(), one);
   }
   try {
@@ -51,10 +52,10 @@ void Lookups::Ask(Question question) {
     if (!Schedule()) AskAll();
   } catch (const std::bad_alloc&) {
     absl::MutexLock lock(&mu_);
-    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
-                                    [asked](const Question& each) { return &each == asked; });
-    if (found == waiting_.end()) return;  // another task has it
-    one.splice(one.end(), waiting_, found);
+    const auto asked = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [number](const Question& q) { return q.number == number; });
+    if (asked == waiting_.end()) return;  // another task has it
+    one.splice(one.end(), waiting_, asked);
     throw;
   }
 }

@@ -4,6 +4,7 @@
 #define DISTGRAD_CORE_MEMBERSHIP_LOOKUPS_H_
 
 #include <atomic>
+#include <cstdint>
 #include <list>
 #include <string>
 
@@ -47,11 +48,12 @@ class Lookups final : public Directory {
     Membership::Who who;
     Deadline deadline;
     Found found;
+    uint64_t number;
   };
 
   using Questions = std::list<Question>;  // which go from one list to another without memory
 
-  void Ask(Question question);
+  void Ask(Membership::Who who, Deadline deadline, Found found);
   // Asks all that waits, and answers what it can.
   void AskAll();
   // Asks these, and leaves those that are to be asked again.
@@ -64,6 +66,7 @@ class Lookups final : public Directory {
 
   absl::Mutex mu_;
   Questions waiting_ ABSL_GUARDED_BY(mu_);
+  uint64_t last_number_ ABSL_GUARDED_BY(mu_) = 0;
   int asked_ ABSL_GUARDED_BY(mu_) = 0;  // by AskAll(), and not answered yet
 
   // Synchronizes itself.
