@@ -33,6 +33,7 @@ LICENCES = {
     "imagesize": "MIT",
     "jinja2": "BSD-3-Clause",
     "libcli11-dev": "BSD-3-Clause",
+    "libgoogle-perftools-dev": "BSD-3-Clause",
     "libnop-dev": "Apache-2.0",
     "libtensorpipe-dev": "BSD-3-Clause",
     "libuv1-dev": "MIT",
