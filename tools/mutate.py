@@ -198,12 +198,13 @@ def tree_of(name):
 def prepare(tree):
   """The work tree, as HEAD has it."""
   head = git("rev-parse", "HEAD")
-  # Where there was a clone before, the tree may be of that.
   trees = git("worktree", "list", "--porcelain").split("\n")
   if os.path.exists(os.path.join(tree, ".git")) and "worktree " + os.path.realpath(tree) in trees:
     git("checkout", "-q", "--force", "--detach", head, cwd=tree)
   else:
-    shutil.rmtree(tree, ignore_errors=True)
+    # Of a clone that was here before. What somebody has named is not ours to remove: git refuses it.
+    if os.path.dirname(tree) == CACHE:
+      shutil.rmtree(tree, ignore_errors=True)
     git("worktree", "add", "-q", "--force", "--detach", tree, head)  # also where it is gone
   if os.path.exists("user.bazelrc"):
     with open("user.bazelrc", encoding="utf-8") as ours, \

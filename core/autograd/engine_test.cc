@@ -183,6 +183,24 @@ class EngineTest : public ::testing::Test {
     ASSERT_TRUE(AppendNotice(notice, &packet).ok());
     engine_.OnNotice(from, std::move(packet), 0);
   }
+  // A call that has not left, and a pass of its context that waits for nothing else: the peer has
+  // said that it is done.
+  std::pair<EdgeId, Future<Unit>> PassBesideACall(const std::shared_ptr<ContextRecord>& context,
+                                                  const at::Tensor& leaf) {
+    const absl::StatusOr<EdgeId> edge =
+        engine_.RecordSend(*context, kPeer, Engine::MakeSend({leaf * 2}));
+    EXPECT_TRUE(edge.ok()) << edge.status();
+    Future<Unit> pass = engine_.Backward(context, {(leaf * 3).sum()},
+                                         {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+    EXPECT_EQ(sent.size(), 1u);
+    Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                    .context = context->id(),
+                    .pass = sent.at(0).notices.front().pass,
+                    .count = 1});
+    AwaitPool();
+    return {edge.value(), std::move(pass)};
+  }
   // Until the pool has done what was asked of it so far.
   void AwaitPool() {
     absl::Notification done;
@@ -360,19 +378,8 @@ TEST_F(WhoseThreadTest, ACallToOneselfWhileAPassRunsHearsOfNoOther) {
 }
 
 TEST_F(WhoseThreadTest, ACallThatDoesNotLeaveWhileAPassRunsHearsOfNoOther) {
-  const absl::StatusOr<EdgeId> edge =
-      engine_.RecordSend(*context_, kPeer, Engine::MakeSend({leaf_ * 2}));
-  ASSERT_TRUE(edge.ok()) << edge.status();
-  const Future<Unit> pass = engine_.Backward(
-      context_, {(leaf_ * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
-  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
-  ASSERT_EQ(sent.size(), 1u);
-  Deliver(kPeer, {.kind = Notice::Kind::kAck,
-                  .context = context_->id(),
-                  .pass = sent[0].notices.front().pass,
-                  .count = 1});
-  AwaitPool();
-  ExpectEndsElsewhere(pass, [&] { engine_.DropSend(*context_, *edge); });
+  const auto [edge, pass] = PassBesideACall(context_, leaf_);
+  ExpectEndsElsewhere(pass, [&, edge = edge] { engine_.DropSend(*context_, edge); });
 }
 
 // What it does itself for the pass may end it.
@@ -675,21 +682,9 @@ TEST_F(EngineTest, WhatIsNotSentIsNotWaitedForWithoutMemory) {
   for (int nth = 0; failed; ++nth) {
     SCOPED_TRACE(nth);
     const auto context = contexts_.New();
-    const at::Tensor leaf = at::ones({2}).requires_grad_();
-    const absl::StatusOr<EdgeId> edge =
-        engine_.RecordSend(*context, kPeer, Engine::MakeSend({leaf * 2}));
-    ASSERT_TRUE(edge.ok()) << edge.status();
-    const Future<Unit> pass = engine_.Backward(
-        context, {(leaf * 3).sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
-    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
-    ASSERT_EQ(sent.size(), 1u);
-    Deliver(kPeer, {.kind = Notice::Kind::kAck,
-                    .context = context->id(),
-                    .pass = sent[0].notices.front().pass,
-                    .count = 1});
-    AwaitPool();
+    const auto [edge, pass] = PassBesideACall(context, at::ones({2}).requires_grad_());
     FailAllocation(nth);
-    engine_.DropSend(*context, *edge);
+    engine_.DropSend(*context, edge);
     failed = FailAllocation(-1);
     AwaitPool();
     EXPECT_TRUE(pass.Done());

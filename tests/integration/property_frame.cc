@@ -208,8 +208,8 @@ void State::Saw(const Step& step, size_t input, const at::Tensor& gradient) {
 std::string Difference(const Steps& program, State& want, State& got) {
   // The gradients of one tensor are added in another order, so their sums differ in the last bits,
   // and the operator of kOperator rounds them to float, where that may be the next one.
-  const double relative = HasOperators(program) ? 1e-6 : 1e-9;
-  const double absolute = HasOperators(program) ? 1e-6 : 1e-12;
+  const bool rounds = HasOperators(program);
+  const double relative = rounds ? 1e-6 : 1e-9, absolute = rounds ? 1e-6 : 1e-12;
   absl::MutexLock lock(&want.mu);
   absl::MutexLock other_lock(&got.mu);
   if (!got.status.ok()) return got.status.ToString();
