@@ -299,7 +299,7 @@ absl::StatusOr<std::unique_ptr<Pipeline>> Pipeline::Create(Worker* worker,
 absl::StatusOr<PipelineResult> Pipeline::Train(const Context& context, Tensors inputs,
                                                Tensors targets, Deadline deadline) {
   if (!context.valid()) return absl::FailedPreconditionError("there is no context");
-  DG_ASSIGN_OR_RETURN(PipelineStep step, Start(options_.schedule, &context, std::move(inputs),
+  DG_ASSIGN_OR_RETURN(PipelineStep step, Start(options_.schedule, context, std::move(inputs),
                                                std::move(targets), deadline, /*alone=*/true));
   return step.Wait();
 }
@@ -307,16 +307,22 @@ absl::StatusOr<PipelineResult> Pipeline::Train(const Context& context, Tensors i
 absl::StatusOr<PipelineStep> Pipeline::Start(const Context& context, Tensors inputs,
                                              Tensors targets, Deadline deadline) {
   if (!context.valid()) return absl::FailedPreconditionError("there is no context");
-  return Start(options_.schedule, &context, std::move(inputs), std::move(targets), deadline,
+  return Start(options_.schedule, context, std::move(inputs), std::move(targets), deadline,
                /*alone=*/false);
 }
 
 absl::StatusOr<PipelineResult> Pipeline::Evaluate(Tensors inputs, Tensors targets,
                                                   Deadline deadline) {
-  DG_ASSIGN_OR_RETURN(PipelineStep step,
-                      Start(evaluation_, nullptr, std::move(inputs), std::move(targets), deadline,
-                            /*alone=*/true));
-  return step.Wait();
+  try {
+    // Its release frees the stages of a rank that cannot be told of the end: all that know of a
+    // context hear that it is released as soon as they can be reached.
+    const Context context = worker_->NewContext();
+    DG_ASSIGN_OR_RETURN(PipelineStep step, Start(evaluation_, context, std::move(inputs),
+                                                 std::move(targets), deadline, /*alone=*/true));
+    return step.Wait();
+  } catch (...) {  // there was no memory
+    return StatusFromException(std::current_exception());
+  }
 }
 
 absl::Status Pipeline::BeginStart(bool alone, uint64_t* follows) {
@@ -381,7 +387,7 @@ void Pipeline::Forget(uint64_t step) {
   if (found != in_flight_.end()) in_flight_.erase(found);
 }
 
-absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Context* context,
+absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Context& context,
                                              Tensors inputs, Tensors targets, Deadline deadline,
                                              bool alone) {
   uint64_t follows = 0;
@@ -437,7 +443,7 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
       begun[rank] = calls.Make(
           worker, kBeginStep, {EncodePlan(plan), {}},
           absl::StrCat("beginning a step of ", who, ", ", DescribeRank(schedule, rank, worker)),
-          context);
+          &context);
       DG_RETURN_IF_ERROR(calls.Wait());
     }
     DG_ASSIGN_OR_RETURN(const Shared shared, SharedOf(schedule, begun));

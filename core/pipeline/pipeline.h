@@ -154,8 +154,8 @@ class Pipeline {
 
   friend class PipelineStep;
 
-  // `context`: null without backward. `alone`: where no other step may run.
-  absl::StatusOr<PipelineStep> Start(const Schedule& schedule, const Context* context,
+  // `alone`: where no other step may run.
+  absl::StatusOr<PipelineStep> Start(const Schedule& schedule, const Context& context,
                                      std::vector<at::Tensor> inputs,
                                      std::vector<at::Tensor> targets, Deadline deadline,
                                      bool alone);

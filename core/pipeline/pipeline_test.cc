@@ -3417,6 +3417,33 @@ TEST_P(PipelineTest, AStepThatHasBegunKeepsItsStages) {
   EXPECT_EQ(status, absl::OkStatus());
 }
 
+// One that cannot be reached would keep its stages to the deadline.
+TEST_P(PipelineTest, ARankHearsOfAnEvaluationsEndByItsContextToo) {
+  Cluster cluster(Workers(2));
+  Context context;  // of the call that begins the evaluation on worker1, which holds it
+  const auto answer = [&](int worker, absl::string_view function, const RequestHandler& handler) {
+    EXPECT_EQ(cluster[worker].RegisterOwn(absl::StrCat(function, "model"), handler),
+              absl::OkStatus());
+  };
+  answer(0, kBeginStep, [](Request&) -> absl::StatusOr<Message> {
+    return Message{EncodeBegun({}), {}};
+  });
+  answer(1, kBeginStep, [&](Request& request) -> absl::StatusOr<Message> {
+    context = std::move(request.context);
+    return absl::UnavailableError("the connection was cut");
+  });
+  for (const int worker : {0, 1}) {
+    answer(worker, kEndStep, [](Request&) -> absl::StatusOr<Message> {
+      return absl::UnavailableError("cannot be reached");
+    });
+  }
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const absl::Status status = pipeline->Evaluate({at::randn({4, 16})}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  ASSERT_TRUE(context.valid());
+  while (cluster[1].context_count() > 0) std::this_thread::yield();
+}
+
 // A step of the same partition that has begun stands before the one whose function still runs.
 TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   Cluster cluster(Workers(1));

@@ -370,11 +370,9 @@ void Job::CheckStagesAreFree() {
     model->has_failed = true;  // once
     // In ranks of other stages: what is left of a step would be in its way most there.
     const auto pipeline = NewPipeline(WorkerAt(owners[0]).get(), *model, ByStages(*model));
-    // A driver that is lost may have them for an evaluation until its deadline, and so may one
-    // that cannot reach a rank to say that it has given the step up. The first call to a worker
-    // that has come back may meet a connection with what it was before. And a thread may stand
-    // still in a function of a step whose deadline has passed.
-    const Deadline end = Deadline::After(disturbed_ ? 2 * kTimeout : absl::Seconds(5));
+    // The first call to a worker that has come back may meet a connection with what it was before.
+    // And a thread may stand still in a function of a step whose deadline has passed.
+    const Deadline end = Deadline::After(absl::Seconds(5));
     absl::Status status;
     while (true) {
       const Deadline deadline = Deadline::After(kTimeout);
