@@ -433,7 +433,7 @@ class PipelineStages::Impl {
     const int ranks = std::max(worker_->local_world_size(), 1) * std::max(static_cast<int>(own), 1);
     const bool shares = worker_->local_world_size() > 0 || ranks > 1;
     if (options_.num_threads > 0) return options_.num_threads;
-    return shares ? std::max(1, std::min(threads_, UsableProcessors() / ranks)) : threads_;
+    return shares ? std::max(1, std::min(threads_, processors_ / ranks)) : threads_;
   }
 
   absl::Status Closed() const {
@@ -474,6 +474,7 @@ class PipelineStages::Impl {
   const std::map<int, PipelineStage> stages_;
   const PipelineStagesOptions options_;
   const int threads_ = at::get_num_threads();  // of whoever makes it
+  const int processors_ = UsableProcessors();  // as of then: finding out reads files
 
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -536,7 +537,7 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
   }
   DG_RETURN_IF_ERROR(claimed);
   impl->Claimed();
-  DG_RETURN_IF_ERROR(worker->RegisterOwn(
+  DG_RETURN_IF_ERROR(worker->RegisterOwnInline(
       absl::StrCat(kDeliver, name), [impl](Request& request) { return impl->Deliver(request); }));
   DG_RETURN_IF_ERROR(worker->RegisterOwn(absl::StrCat(kTieStep, name),
                                          [impl](Request& request) { return impl->Tie(request); }));

@@ -502,6 +502,33 @@ TEST_P(CallsTest, OperatorsMayBeServedAllOrNotAtAll) {
 
 at::Tensor Floats(at::IntArrayRef sizes) { return at::rand(sizes); }
 
+// As the parcels of a pipeline are taken, of which each costs less than waking another thread.
+TEST_P(CallsTest, AnInlineFunctionRunsWhereItsCallArrives) {
+  Start({.workers = 2, .thread_count = 1});
+  absl::Notification begun, over;
+  ASSERT_TRUE(worker(1)
+                  .Register("hold",
+                            [&](Request&) -> absl::StatusOr<Message> {
+                              begun.Notify();
+                              over.WaitForNotification();
+                              return Message{};
+                            })
+                  .ok());
+  const auto echo = [](Request& request) -> absl::StatusOr<Message> {
+    return std::move(request.message);
+  };
+  ASSERT_TRUE(worker(1).RegisterOwn("distgrad.pooled", echo).ok());
+  ASSERT_TRUE(worker(1).RegisterOwnInline("distgrad.inline", echo).ok());
+  const Future<Message> held = worker(0).CallAsync(1, "hold", {});
+  begun.WaitForNotification();
+  const Future<Message> pooled = worker(0).CallAsync(1, "distgrad.pooled", {"a", {}});
+  EXPECT_EQ(worker(0).Call(1, "distgrad.inline", {"b", {}})->payload, "b");
+  EXPECT_FALSE(pooled.Done());
+  over.Notify();
+  EXPECT_EQ(pooled.Wait()->payload, "a");
+  EXPECT_TRUE(held.Wait().ok());
+}
+
 // With the one thread of the pool taken, only what the thread that reads messages runs itself is
 // answered.
 TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {

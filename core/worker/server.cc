@@ -132,14 +132,20 @@ void Server::OnCall(IncomingCall call) {
     });
     return;
   }
-  // Running it takes less than handing it to another thread. Other arguments than tensors count,
-  // too: a list of sizes may be longer than any tensor.
-  constexpr size_t kShortArguments = 1 << 10;  // bytes
-  if (serving.request.message.payload.size() <= kShortArguments &&
-      CheapToRunInline(serving.request.function, serving.request.message.tensors))
-    return Serve(std::move(serving));
+  if (RunsInline(serving.request)) return Serve(std::move(serving));
   parts_.pool.ScheduleInline(
       [this, serving = std::move(serving)]() mutable { Serve(std::move(serving)); });
+}
+
+bool Server::RunsInline(const Request& request) const {
+  // Other arguments than tensors count, too: a list of sizes may be longer than any tensor.
+  constexpr size_t kShortArguments = 1 << 10;  // bytes
+  if (request.message.payload.size() > kShortArguments) return false;
+  if (!absl::StartsWith(request.function, kOwnPrefix)) {
+    return CheapToRunInline(request.function, request.message.tensors);
+  }
+  const std::shared_ptr<const Function> own = FindFunction(request.function);
+  return own != nullptr && own->is_inline;
 }
 
 void Server::Serve(Serving serving) {

@@ -52,7 +52,8 @@ class Server {
   struct Function {
     RequestHandler handler = nullptr;
     AsyncRequestHandler async_handler = nullptr;
-    bool is_own = false;  // of distgrad, not of its user
+    bool is_own = false;     // of distgrad, not of its user
+    bool is_inline = false;  // takes less than handing it to another thread, and waits for nothing
   };
 
   explicit Server(Parts parts) : parts_(parts) {}
@@ -77,6 +78,8 @@ class Server {
     bool by_operator = false;  // the answer is given by one of ATen's operators
   };
 
+  // Whether running it takes less than handing it to another thread.
+  bool RunsInline(const Request& request) const;
   void Serve(Serving serving);
   void ServeLater(const AsyncRequestHandler& handler, const std::shared_ptr<Serving>& serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);

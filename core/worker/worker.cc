@@ -55,6 +55,10 @@ absl::Status Worker::RegisterOwnAsync(std::string function, AsyncHandler handler
   return impl_->server().Register(std::move(function),
                                   {.async_handler = std::move(handler), .is_own = true});
 }
+absl::Status Worker::RegisterOwnInline(std::string function, Handler handler) {
+  return impl_->server().Register(
+      std::move(function), {.handler = std::move(handler), .is_own = true, .is_inline = true});
+}
 void Worker::UnregisterOwn(absl::string_view function) { impl_->server().Unregister(function); }
 Future<Message> Worker::CallAsync(WorkerRef to, absl::string_view function, Message message,
                                   CallOptions options) {

@@ -122,6 +122,9 @@ class Worker {
   // Register functions of distgrad itself, whose names begin with "distgrad.".
   absl::Status RegisterOwn(std::string function, Handler handler);
   absl::Status RegisterOwnAsync(std::string function, AsyncHandler handler);
+  // For a handler that waits for nothing, runs no code of the user's, and takes less than handing
+  // it to another thread: it runs on the thread that has read the call.
+  absl::Status RegisterOwnInline(std::string function, Handler handler);
   // Undoes RegisterOwn(): calls that come from now on find no such function. Those that run go on.
   void UnregisterOwn(absl::string_view function);
 
