@@ -36,7 +36,9 @@ class Clock {
   virtual TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) = 0;
 
   // Takes a timer back. False if it has fired, is firing, or is not known; then nothing is
-  // waited for. The callback of a cancelled timer is destroyed before this returns.
+  // waited for, and one that is firing fires again should its callback throw std::bad_alloc: it
+  // needs a flag of its own to know that it is not wanted. The callback of a cancelled timer is
+  // destroyed before this returns.
   virtual bool Cancel(TimerId timer) = 0;
 };
 

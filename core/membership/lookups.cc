@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 #include "core/base/exception.h"
 
 namespace distgrad {
@@ -125,7 +126,9 @@ void Lookups::AskEach(Questions* questions) {
 bool Lookups::Run(absl::AnyInvocable<void()> task) {
   if (!thread_.Start().ok()) return false;
   return thread_.Schedule([this, task = std::move(task)]() mutable {
-    if (!closed_) task();
+    AwaitMemory([&] {
+      if (!closed_) task();
+    });
   });
 }
 

@@ -34,7 +34,8 @@ class Lookups final : public Directory {
   void Find(std::string name, Deadline deadline, Found found);
 
   // Runs `task` in its turn, for what else waits for the store; destroys it unrun after Close().
-  // Returns false, and does so at once, where there is no thread to be had, or after Close().
+  // Returns false, and does so at once, where there is no thread to be had, or after Close(). One
+  // that throws std::bad_alloc runs again: so what must not be done twice comes last.
   bool Run(absl::AnyInvocable<void()> task);
 
   // Answers what waits with kCancelled, and waits for its thread.

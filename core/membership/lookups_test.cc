@@ -160,6 +160,26 @@ TEST_F(LookupsTest, WhoHasNoMemoryToAskHearsOfIt) {
   }
 }
 
+// Who follows the members would do so no more.
+TEST_F(LookupsTest, ATaskWithoutMemoryRunsAgain) {
+  std::atomic<int> runs{0};
+  absl::Notification done;
+  ASSERT_TRUE(lookups_.Run([&] {
+    if (++runs < 3) throw std::bad_alloc();
+    done.Notify();
+  }));
+  done.WaitForNotification();
+  // Not after the end, though.
+  absl::Notification closes;
+  ASSERT_TRUE(lookups_.Run([&] {
+    if (!closes.HasBeenNotified()) closes.Notify();
+    throw std::bad_alloc();
+  }));
+  closes.WaitForNotification();
+  lookups_.Close();
+  EXPECT_EQ(runs, 3);
+}
+
 TEST_F(LookupsTest, CloseAnswersAll) {
   store_->silent = true;
   Answer patient;

@@ -93,8 +93,8 @@ void MemberSync::OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t lo
   parts_.lookups.Run([this, peer, incarnation, loss] {
     const auto marked = marked_.find(peer);
     if (marked == marked_.end() || marked->second.loss > loss) return;
-    marked_.erase(marked);
     parts_.members.MarkAlive(peer, incarnation);
+    marked_.erase(marked);
   });
 }
 
@@ -174,10 +174,11 @@ void MemberSync::Read() {
   if (!changes.ok()) return MissStore(changes.status());
   store_has_until_ = Deadline::Never();
   // What the store itself says of that worker is another matter.
-  if (misses_store_.exchange(false) && !marked_.contains(0)) {
+  if (misses_store_ && !marked_.contains(0)) {
     if (const auto worker0 = parts_.agent.Info(0); worker0.ok())
       parts_.agent.SetAlive(0, worker0->incarnation);
   }
+  misses_store_ = false;
   if (*changes == changes_) return;
   const absl::StatusOr<std::vector<WorkerInfo>> all = parts_.members.AllEver(absl::InfinitePast());
   if (!all.ok() || !UpdatePeers(*all).ok()) return;

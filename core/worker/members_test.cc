@@ -1151,8 +1151,10 @@ TEST_F(WatcherTest, TwoThatCannotReachEachOtherDoNotArgueWithoutAPause) {
   workers_[1]->OnMember([](const MemberEvent&) {});
   const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(20));
   ASSERT_TRUE(lost.has_value());
-  ASSERT_EQ(LossOf1(lost, absl::Seconds(15)), "") << "its first denial";
-  const Store::Value again = LossOf1("", absl::Seconds(15));
+  // The watcher says so again at once when it has read the denial, and may be faster than this.
+  const Store::Value denied = LossOf1(lost, absl::Seconds(15));
+  const Store::Value again = denied == "" ? LossOf1("", absl::Seconds(15)) : denied;
+  EXPECT_EQ(told_.Await(2)[1], "joined worker1") << "its first denial";
   ASSERT_NE(again, "");
   EXPECT_EQ(LossOf1(again, absl::Seconds(3)), again);
 }

@@ -89,13 +89,10 @@ void SocketConnection::AwaitOpen(absl::Duration timeout) {
   deadline_ = loop_->After(timeout, [watch = weak_from_this()] {
     const auto self = watch.lock();
     if (self == nullptr) return;
-    AwaitMemory([&] {
-      self->strand_.Run([self] {
-        if (self->state_ == State::kOpen) return;
-        self->Fail(self->state_ == State::kConnecting
-                       ? "nobody answers there"
-                       : "the other end did not finish its handshake");
-      });
+    self->RunOnStrand([](SocketConnection& it) {
+      if (it.state_ == State::kOpen) return;
+      it.Fail(it.state_ == State::kConnecting ? "nobody answers there"
+                                              : "the other end did not finish its handshake");
     });
   });
 }
@@ -188,17 +185,16 @@ void SocketConnection::Write(absl::string_view bytes, const void* data, size_t s
   });
 }
 
-// TensorPipe may be in the middle of something, and would stand still where this threw.
 void SocketConnection::Close() {
-  AwaitMemory([this] {
-    strand_.Run([self = shared_from_this()] { self->Fail("the connection was closed"); });
-  });
+  RunOnStrand([](SocketConnection& it) { it.Fail("the connection was closed"); });
 }
 
 void SocketConnection::OnLoopClosed() {
-  AwaitMemory([this] {
-    strand_.Run([self = shared_from_this()] { self->Fail("the transport was closed"); });
-  });
+  RunOnStrand([](SocketConnection& it) { it.Fail("the transport was closed"); });
+}
+
+void SocketConnection::RunOnStrand(void (*task)(SocketConnection& it)) {
+  AwaitMemory([&] { strand_.Run([self = shared_from_this(), task] { task(*self); }); });
 }
 
 void SocketConnection::Enqueue(ReadRequest request) {
@@ -247,10 +243,8 @@ void SocketConnection::StartConnecting() {
     retry_ = loop_->After(kQueueFullDelay, [watch = weak_from_this()] {
       const auto self = watch.lock();
       if (self == nullptr) return;
-      AwaitMemory([&] {
-        self->strand_.Run([self] {
-          if (self->state_ == State::kConnecting) self->StartConnecting();
-        });
+      self->RunOnStrand([](SocketConnection& it) {
+        if (it.state_ == State::kConnecting) it.StartConnecting();
       });
     });
     return;
@@ -387,12 +381,10 @@ bool SocketConnection::EndTurnIfDue() {
 void SocketConnection::ReadLater() {
   if (state_ != State::kOpen || std::exchange(turn_over_, true)) return;
   loop_->Run([self = shared_from_this()] {
-    AwaitMemory([&] {
-      self->strand_.Run([self] {
-        self->turn_over_ = false;
-        self->moved_ = 0;
-        self->AdvanceReads();
-      });
+    self->RunOnStrand([](SocketConnection& it) {
+      it.turn_over_ = false;
+      it.moved_ = 0;
+      it.AdvanceReads();
     });
   });
 }
@@ -608,11 +600,9 @@ void SocketConnection::AdvanceWrites() {
 void SocketConnection::WriteLater() {
   if (std::exchange(writes_later_, true)) return;
   loop_->Run([self = shared_from_this()] {
-    AwaitMemory([&] {
-      self->strand_.Run([self] {
-        self->writes_later_ = false;
-        self->AdvanceWrites();
-      });
+    self->RunOnStrand([](SocketConnection& it) {
+      it.writes_later_ = false;
+      it.AdvanceWrites();
     });
   });
 }

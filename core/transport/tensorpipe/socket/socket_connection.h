@@ -106,7 +106,10 @@ class SocketConnection final : public Loop::Handler,
     WriteDone done;
   };
 
-  // What is private runs on strand_ only.
+  // From any thread. Waits for memory: TensorPipe, or the loop, would stand still where this threw.
+  void RunOnStrand(void (*task)(SocketConnection& it));
+
+  // What follows runs on strand_ only.
   void StartConnecting();
   void FinishConnecting();
   void ShakeHands();

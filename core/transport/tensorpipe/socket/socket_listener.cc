@@ -193,9 +193,9 @@ void SocketListener::AcceptClients(Acceptor& acceptor) {
   try {
     AcceptAll(acceptor);
   } catch (const std::bad_alloc&) {
-    // The loop says once that there are clients: for those that still wait it is to say so again.
-    loop_->Change(acceptor.id, acceptor.fd.get(), EPOLLIN);
+    // The loop says once that there are clients, of whom some still wait.
     LogInability(*kNoMemory);
+    AwaitMemory([this] { ResumeAfter(kExhaustedDelay); });
   }
 }
 
