@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
+#include "core/base/await_memory.h"
 #include "core/base/error_list.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
@@ -496,10 +497,17 @@ bool Membership::MarkLost(const WorkerInfo& member, std::string reason) {
   LostMember lost{member, std::move(reason)};
   {
     absl::MutexLock lock(&mu_);
-    lost_[member.rank] = {lost, ++last_word_};
-    ++unsaid_[member.rank];
+    // What needs memory comes before what changes.
+    std::map<WorkerRank, Told> told = lost_;
+    std::map<WorkerRank, int> unsaid = unsaid_;
+    told[member.rank] = {lost, last_word_ + 1};
+    ++unsaid[member.rank];
+    // It waits for this lock before it asks whether this still holds.
+    announcer_.Schedule([this, lost = std::move(lost)] { AwaitMemory([&] { Announce(lost); }); });
+    ++last_word_;
+    lost_.swap(told);
+    unsaid_.swap(unsaid);
   }
-  announcer_.Schedule([this, lost = std::move(lost)] { Announce(lost); });
   return true;
 }
 
@@ -516,9 +524,10 @@ void Membership::MarkAlive(WorkerRank member, Incarnation incarnation) {
     absl::MutexLock lock(&mu_);
     const auto lost = lost_.find(member);
     if (lost == lost_.end() || lost->second.lost.worker.incarnation != incarnation) return;
+    // First, for it needs memory. It waits for this lock before it asks whether this still holds.
+    announcer_.Schedule([this, member] { AwaitMemory([&] { TakeBack(member); }); });
     lost_.erase(lost);
   }
-  announcer_.Schedule([this, member] { TakeBack(member); });
 }
 
 bool Membership::Say(const std::string& key, const std::string& value,
@@ -591,9 +600,14 @@ absl::StatusOr<bool> Membership::DenyLoss() {
   constexpr absl::Time kNow = absl::InfinitePast();
   const std::string key = LostKey(self_.rank);
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
-  if (!LossOf(self_, entry).is_lost) return false;
-  DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
+  if (LossOf(self_, entry).is_lost) {
+    denial_is_unheard_ = true;
+    DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
+  } else if (!denial_is_unheard_) {
+    return false;
+  }
   DG_RETURN_IF_ERROR(WakeBarriers(kNow));
+  denial_is_unheard_ = false;
   return true;
 }
 

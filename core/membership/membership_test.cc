@@ -4,6 +4,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <new>
 #include <optional>
 #include <set>
 #include <string>
@@ -19,6 +20,7 @@
 #include "core/base/status.h"
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/forwarding_store.h"
 #include "tests/testing/no_threads.h"
 
@@ -797,6 +799,38 @@ TEST_F(RunningJobTest, WhoHasSaidALossTakesItBack) {
   members_[0]->MarkLost(*members_[0]->Find("worker0", Later()));
   ASSERT_TRUE(store_->Get("lost/0", Later()).ok());
   EXPECT_EQ(members_[0]->LossesOf({worker1})->lost.size(), 1u);
+}
+
+// Who finds no memory says it again.
+TEST_F(RunningJobTest, ALossThatFindsNoMemoryIsSaidAndTakenBack) {
+  Start(2);
+  const WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
+  const auto until_done = [](const auto& word) {
+    for (;;) {
+      try {
+        return word();
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): again
+      }
+    }
+  };
+  const std::string key[] = {"lost/1"};
+  Store::Value entry;
+  bool has_failed = true;
+  for (int nth = 0; has_failed; ++nth) {
+    const std::string reason = absl::StrCat("it was silent in round ", nth);
+    FailAllocation(nth);
+    until_done([&] { members_[0]->MarkLost(worker1, reason); });
+    has_failed = FailAllocation(-1);
+    Store::Value seen[] = {entry};
+    entry = store_->AwaitChange(key, seen, Later()).value()[0];
+    ASSERT_EQ(entry, absl::StrCat(worker1.incarnation, " ", reason));
+    FailAllocation(nth);
+    until_done([&] { members_[0]->MarkAlive(1, worker1.incarnation); });
+    has_failed = FailAllocation(-1) || has_failed;
+    seen[0] = entry;
+    entry = store_->AwaitChange(key, seen, Later()).value()[0];
+    ASSERT_EQ(entry, "");
+  }
 }
 
 // Holds the next answer about the loss of worker 1, when asked to. Thread-safe.

@@ -3418,30 +3418,31 @@ TEST_P(PipelineTest, AStepThatHasBegunKeepsItsStages) {
 }
 
 // One that cannot be reached would keep its stages to the deadline.
-TEST_P(PipelineTest, ARankHearsOfAnEvaluationsEndByItsContextToo) {
-  Cluster cluster(Workers(2));
-  Context context;  // of the call that begins the evaluation on worker1, which holds it
-  const auto answer = [&](int worker, absl::string_view function, const RequestHandler& handler) {
-    EXPECT_EQ(cluster[worker].RegisterOwn(absl::StrCat(function, "model"), handler),
-              absl::OkStatus());
+TEST_P(PipelineTest, ARankThatIsNotToldOfAnEvaluationsEndHearsOfItByTheContext) {
+  Cluster cluster(Workers(3));
+  const auto stages = PipelineStages::Create(&cluster[1], "model",
+                                             {{0, {.forward = [](Tensors in) { return in; }}},
+                                              {1, {.forward = [](Tensors in) { return in; }}}});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  cluster[1].UnregisterOwn(absl::StrCat(kEndStep, "model"));
+  const auto pipeline = [&](std::vector<std::string> workers, Schedule schedule) {
+    return *Pipeline::Create(
+        &cluster[0],
+        {.name = "model", .workers = std::move(workers), .schedule = std::move(schedule)});
   };
-  answer(0, kBeginStep, [](Request&) -> absl::StatusOr<Message> {
-    return Message{EncodeBegun({}), {}};
-  });
-  answer(1, kBeginStep, [&](Request& request) -> absl::StatusOr<Message> {
-    context = std::move(request.context);
-    return absl::UnavailableError("the connection was cut");
-  });
-  for (const int worker : {0, 1}) {
-    answer(worker, kEndStep, [](Request&) -> absl::StatusOr<Message> {
-      return absl::UnavailableError("cannot be reached");
-    });
-  }
-  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
-  const absl::Status status = pipeline->Evaluate({at::randn({4, 16})}).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
-  ASSERT_TRUE(context.valid());
-  while (cluster[1].context_count() > 0) std::this_thread::yield();
+  // It begins on worker1, and worker2 has no stages.
+  const Tensors x{at::randn({4, 16})};
+  const absl::Status failed =
+      pipeline({"worker1", "worker2"}, *GPipe(2, 1))->Evaluate(x, {}, Deadline::Never()).status();
+  EXPECT_EQ(failed.code(), absl::StatusCode::kNotFound) << failed;
+  // With both stages in one rank.
+  const auto other = pipeline({"worker1"}, *InterleavedOneForwardOneBackward(1, 2, 1));
+  const Deadline end = Deadline::After(absl::Seconds(30));
+  absl::Status status;
+  do {
+    status = other->Evaluate(x).status();
+  } while (absl::IsFailedPrecondition(status) && !end.Passed());
+  EXPECT_EQ(status, absl::OkStatus());
 }
 
 // A step of the same partition that has begun stands before the one whose function still runs.

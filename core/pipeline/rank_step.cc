@@ -453,15 +453,14 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
   DG_RETURN_IF_ERROR(cancellation_->why());
   DG_RETURN_IF_ERROR(error_);
   if (over()) return absl::FailedPreconditionError("the step is over");
-  const bool is_new =
-      delivered_
-          .try_emplace({parcel.kind, parcel.stage, parcel.micro_batch, parcel.other},
-                       Delivered{std::move(tensors), parcel.wanted, parcel.skips})
-          .second;
-  if (is_new) return absl::OkStatus();
-  return absl::AlreadyExistsError(absl::StrCat(NameOf(parcel.kind),
-                                               OfMicroBatch(parcel.kind, parcel.micro_batch),
-                                               " for stage ", parcel.stage, " were there already"));
+  const ParcelKey key{parcel.kind, parcel.stage, parcel.micro_batch, parcel.other};
+  if (delivered_.count(key) > 0) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(NameOf(parcel.kind), OfMicroBatch(parcel.kind, parcel.micro_batch),
+                     " for stage ", parcel.stage, " were there already"));
+  }
+  delivered_.emplace(key, Delivered{std::move(tensors), parcel.wanted, parcel.skips});
+  return absl::OkStatus();
 }
 
 absl::StatusOr<RankStep::Delivered> RankStep::Await(Parcel::Kind kind, Cell cell, int other) {

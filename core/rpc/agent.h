@@ -183,7 +183,7 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
   void AskLost(WorkerRank worker, Incarnation incarnation) { links_->AskLost(worker, incarnation); }
   // Keeps from now on what happens to members, in its order, until it is taken; or no longer.
   void KeepEvents(bool keep) { peers_->KeepEvents(keep); }
-  std::vector<MemberEvent> TakeEvents() { return peers_->TakeEvents(); }
+  Peers::Events TakeEvents() { return peers_->TakeEvents(); }
 
   // Returns the counts of calls and notices so far, the latter under kNotices.
   static constexpr absl::string_view kNotices = "(notices)";

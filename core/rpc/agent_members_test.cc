@@ -785,7 +785,7 @@ class AgentWatchTest : public AgentMembersTest {
   static std::string NextEvent(
       TestAgent& node, absl::FunctionRef<void()> meanwhile = [] {}) {
     for (;;) {
-      const std::vector<MemberEvent> events = node.agent->TakeEvents();
+      const Peers::Events events = node.agent->TakeEvents();
       if (events.empty()) {
         meanwhile();
         std::this_thread::yield();
@@ -793,7 +793,7 @@ class AgentWatchTest : public AgentMembersTest {
       }
       EXPECT_EQ(events.size(), 1u);
       const char* const kinds[] = {"?", "joined ", "left ", "lost "};
-      return absl::StrCat(kinds[static_cast<int>(events[0].kind)], events[0].rank);
+      return absl::StrCat(kinds[static_cast<int>(events.front().kind)], events.front().rank);
     }
   }
 };

@@ -21,20 +21,21 @@ absl::Status Peers::Start(const WorkerInfo& self, std::vector<WorkerInfo> worker
 
 void Peers::Add(WorkerInfo worker) {
   const WorkerRank rank = worker.rank;
+  const size_t more = worker.left ? 0 : 1;
   ranks_.try_emplace(worker.name, rank);
-  size_ += worker.left ? 0 : 1;
   workers_.emplace(rank, std::move(worker));
+  size_ += more;
 }
 
 void Peers::Replace(WorkerInfo& known, WorkerInfo worker) {
-  size_ += (known.left ? 1 : 0) - (worker.left ? 1 : 0);
   if (known.name != worker.name) {
+    ranks_.try_emplace(worker.name, worker.rank);
     if (const auto found = ranks_.find(known.name);
         found != ranks_.end() && found->second == known.rank) {
       ranks_.erase(found);
     }
-    ranks_.try_emplace(worker.name, worker.rank);
   }
+  size_ += (known.left ? 1 : 0) - (worker.left ? 1 : 0);
   known = std::move(worker);
 }
 
@@ -102,8 +103,10 @@ absl::StatusOr<bool> Peers::UpdatePeer(const WorkerInfo& worker) {
                                                        ") is one more than max_workers, ",
                                                        max_workers_));
     }
+    Events joined;
+    if (!worker.left) Tell(MemberEvent::Kind::kJoined, worker, &joined);
     Add(worker);
-    if (!worker.left) Record(MemberEvent::Kind::kJoined, worker);
+    Record(joined);
     return false;
   }
   WorkerInfo& known = it->second;
@@ -113,13 +116,16 @@ absl::StatusOr<bool> Peers::UpdatePeer(const WorkerInfo& worker) {
   WorkerInfo now = worker;
   now.left = worker.left || (known.left && !is_new);
   const bool was_there = !known.left && lost_.count(worker.rank) == 0;
-  if (is_new || now.left) lost_.erase(worker.rank);
+  Events events;
   if (is_new && was_there) {
-    Record(MemberEvent::Kind::kLost, known, "it has come back as a new incarnation");
+    Tell(MemberEvent::Kind::kLost, known, &events, "it has come back as a new incarnation");
   }
-  if (!is_new && was_there && now.left) Record(MemberEvent::Kind::kLeft, known);
-  if (is_new && !now.left) Record(MemberEvent::Kind::kJoined, now);
+  if (!is_new && was_there && now.left) Tell(MemberEvent::Kind::kLeft, known, &events);
+  if (is_new && !now.left) Tell(MemberEvent::Kind::kJoined, now, &events);
+  const bool is_over = is_new || now.left;
   Replace(known, std::move(now));
+  if (is_over) lost_.erase(worker.rank);
+  Record(events);
   if (worker.rank == self_.rank)
     return false;  // our own rank was claimed again; the new incarnation calls
   return is_new;
@@ -129,10 +135,13 @@ void Peers::SetLeft(WorkerRank worker, Incarnation incarnation) {
   absl::MutexLock lock(&mu_);
   const auto it = workers_.find(worker);
   if (it == workers_.end() || it->second.left || it->second.incarnation != incarnation) return;
-  if (lost_.erase(worker) == 0) Record(MemberEvent::Kind::kLeft, it->second);
+  Events told;
+  if (lost_.count(worker) == 0) Tell(MemberEvent::Kind::kLeft, it->second, &told);
   WorkerInfo left = it->second;
   left.left = true;
   Replace(it->second, std::move(left));
+  lost_.erase(worker);
+  Record(told);
 }
 
 // --------------------------------------------------------------------------- Lost, and found
@@ -144,8 +153,11 @@ bool Peers::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_vie
       worker == self_.rank || lost_.count(worker) > 0) {
     return false;
   }
-  lost_.emplace(worker, ++last_loss_);
-  Record(MemberEvent::Kind::kLost, it->second, reason);
+  Events told;
+  Tell(MemberEvent::Kind::kLost, it->second, &told, reason);
+  lost_.emplace(worker, last_loss_ + 1);
+  ++last_loss_;
+  Record(told);
   return true;
 }
 
@@ -163,8 +175,10 @@ bool Peers::SetAlive(WorkerRank worker, Incarnation incarnation, uint64_t loss) 
   if (it == workers_.end() || it->second.incarnation != incarnation) return false;
   const auto lost = lost_.find(worker);
   if (lost == lost_.end() || lost->second != loss) return false;
+  Events told;
+  Tell(MemberEvent::Kind::kJoined, it->second, &told);
   lost_.erase(lost);
-  Record(MemberEvent::Kind::kJoined, it->second);
+  Record(told);
   return true;
 }
 
@@ -207,15 +221,18 @@ void Peers::KeepEvents(bool keep) {
   if (!keep) events_.clear();
 }
 
-std::vector<MemberEvent> Peers::TakeEvents() {
+Peers::Events Peers::TakeEvents() {
   absl::MutexLock lock(&mu_);
   return std::exchange(events_, {});
 }
 
-void Peers::Record(MemberEvent::Kind kind, const WorkerInfo& worker, absl::string_view reason) {
+void Peers::Tell(MemberEvent::Kind kind, const WorkerInfo& worker, Events* events,
+                 absl::string_view reason) const {
   if (!keeps_events_ || worker.rank == self_.rank) return;
-  events_.push_back({kind, worker.rank, worker.name, worker.incarnation, std::string(reason)});
+  events->push_back({kind, worker.rank, worker.name, worker.incarnation, std::string(reason)});
 }
+
+void Peers::Record(Events& events) { events_.splice(events_.end(), events); }
 
 absl::StatusOr<bool> Peers::Check(const Hello& hello) const {
   absl::MutexLock lock(&mu_);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <list>
 #include <map>
 #include <optional>
 #include <string>
@@ -22,9 +23,12 @@
 
 namespace distgrad {
 
-// Thread-safe; calls nothing else.
+// Thread-safe; calls nothing else. What throws std::bad_alloc has changed nothing, so that it may
+// be said again.
 class Peers {
  public:
+  using Events = std::list<MemberEvent>;
+
   explicit Peers(size_t max_workers) : max_workers_(max_workers) {}
 
   // Sets the members, once; kFailedPrecondition after that.
@@ -70,7 +74,7 @@ class Peers {
 
   // Keeps from now on what happens to members until it is taken, in its order; or no longer.
   void KeepEvents(bool keep);
-  std::vector<MemberEvent> TakeEvents();
+  Events TakeEvents();
 
   // Says whether a connection from this peer is to be accepted: true if it is as we know it, false
   // if the store has to say. kFailedPrecondition if it is not meant for this incarnation of ours,
@@ -82,8 +86,10 @@ class Peers {
   // Add() and Replace() alone write workers_.
   void Add(WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Replace(WorkerInfo& known, WorkerInfo worker) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Record(MemberEvent::Kind kind, const WorkerInfo& worker, absl::string_view reason = "")
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Adds an event to these; Record() keeps them, and needs no memory for it.
+  void Tell(MemberEvent::Kind kind, const WorkerInfo& worker, Events* events,
+            absl::string_view reason = "") const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  void Record(Events& events) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool IsWatchable(const WorkerInfo& worker) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const size_t max_workers_;
@@ -100,7 +106,7 @@ class Peers {
   std::map<WorkerRank, uint64_t> lost_ ABSL_GUARDED_BY(mu_);
   uint64_t last_loss_ ABSL_GUARDED_BY(mu_) = 0;
   bool keeps_events_ ABSL_GUARDED_BY(mu_) = false;
-  std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);
+  Events events_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

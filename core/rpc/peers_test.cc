@@ -3,8 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <new>
+#include <string>
+#include <vector>
+
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -143,6 +148,44 @@ TEST(PeersTest, WhatHappensIsToldOnceAndInOrder) {
   ASSERT_TRUE(peers.UpdatePeer(Info(5, "f")).ok());
   peers.KeepEvents(false);
   EXPECT_TRUE(peers.TakeEvents().empty());
+}
+
+// Who finds no memory says it again.
+TEST(PeersTest, WhatFindsNoMemoryChangesNothing) {
+  bool has_failed = true;
+  for (int nth = 0; has_failed; ++nth) {
+    Peers peers(/*max_workers=*/100);
+    ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b"), Info(2, "c")}).ok());
+    peers.KeepEvents(true);
+    const auto until_done = [](const auto& change) {
+      for (;;) {
+        try {
+          return change();
+        } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): again
+        }
+      }
+    };
+    const std::string long_name(100, 'n');
+    const WorkerInfo fourth = Info(4, long_name), renamed = Info(2, long_name + "2", 2);
+    FailAllocation(nth);
+    until_done([&] { return peers.UpdatePeer(fourth).ok(); });
+    EXPECT_TRUE(until_done([&] { return peers.SetLost(4, kFirst, "it was silent for too long"); }));
+    EXPECT_TRUE(until_done([&] { return peers.SetAlive(4, kFirst, peers.LossOf(4, kFirst)); }));
+    EXPECT_TRUE(*until_done([&] { return peers.UpdatePeer(renamed); }));
+    until_done([&] { peers.SetLeft(4, kFirst); });
+    has_failed = FailAllocation(-1);
+    std::vector<std::string> told;
+    const char* const kinds[] = {"?", "joined ", "left ", "lost "};
+    for (const MemberEvent& event : peers.TakeEvents()) {
+      told.push_back(absl::StrCat(kinds[static_cast<int>(event.kind)], event.rank));
+    }
+    EXPECT_EQ(told, std::vector<std::string>(
+                        {"joined 4", "lost 4", "joined 4", "lost 2", "joined 2", "left 4"}))
+        << "allocation " << nth;
+    EXPECT_EQ(peers.size(), 3u) << "allocation " << nth;
+    EXPECT_EQ(*peers.Find(renamed.name), 2);
+    EXPECT_FALSE(peers.Find("c").ok());
+  }
 }
 
 }  // namespace

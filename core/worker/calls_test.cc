@@ -529,6 +529,31 @@ TEST_P(CallsTest, AnInlineFunctionRunsWhereItsCallArrives) {
   EXPECT_TRUE(held.Wait().ok());
 }
 
+// Stages of a pipeline own functions of the user's.
+TEST_P(CallsTest, WhatAnInlineFunctionOwnsDoesNotEndWhereItsCallsArrive) {
+  Start({.workers = 2, .thread_count = 1});
+  std::atomic<std::thread::id> served{};
+  absl::Notification ended;
+  std::thread::id ended_on;
+  auto owned = std::shared_ptr<int>(new int(0), [&](const int* owner) {
+    delete owner;
+    ended_on = std::this_thread::get_id();
+    ended.Notify();
+  });
+  ASSERT_TRUE(worker(1)
+                  .RegisterOwnInline("distgrad.inline",
+                                     [&, owned](Request&) -> absl::StatusOr<Message> {
+                                       served = std::this_thread::get_id();
+                                       worker(1).UnregisterOwn("distgrad.inline");
+                                       return Message{};
+                                     })
+                  .ok());
+  owned = nullptr;
+  EXPECT_TRUE(worker(0).Call(1, "distgrad.inline", {}).ok());
+  ended.WaitForNotification();
+  EXPECT_NE(ended_on, served.load());
+}
+
 // With the one thread of the pool taken, only what the thread that reads messages runs itself is
 // answered.
 TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {

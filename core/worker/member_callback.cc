@@ -2,7 +2,6 @@
 // once and in order, and with no lock held.
 #include "core/worker/member_callback.h"
 
-#include <algorithm>
 #include <exception>
 #include <new>
 #include <utility>
@@ -61,27 +60,23 @@ void MemberCallback::OnEvents() {
   }
 }
 
-std::unique_ptr<MemberEvent> MemberCallback::Next() {
-  if (events_.empty()) {
-    events_ = agent_->TakeEvents();
-    std::reverse(events_.begin(), events_.end());
-  }
-  if (events_.empty()) return nullptr;
-  auto event = std::make_unique<MemberEvent>(std::move(events_.back()));
-  events_.pop_back();
-  return event;
+Peers::Events MemberCallback::Next() {
+  if (events_.empty()) events_ = agent_->TakeEvents();
+  Peers::Events next;
+  if (!events_.empty()) next.splice(next.end(), events_, events_.begin());
+  return next;
 }
 
 void MemberCallback::Run() {
   for (;;) {
-    std::unique_ptr<MemberEvent> event;
+    Peers::Events event;                               // one, or none
     std::shared_ptr<const Function> function, former;  // these end outside the lock
     {
       absl::MutexLock lock(&mu_);
       former.swap(running_);
       thread_ = std::thread::id();
       if (function_ != nullptr) event = Next();
-      if (event == nullptr) {
+      if (event.empty()) {
         scheduled_ = false;
         return;
       }
@@ -89,7 +84,7 @@ void MemberCallback::Run() {
       thread_ = std::this_thread::get_id();
     }
     try {
-      (*function)(*event);
+      (*function)(event.front());
     } catch (...) {
       DG_LOG(ERROR) << "a callback for members threw: "
                     << StatusFromException(std::current_exception());

@@ -5,7 +5,6 @@
 #include <functional>
 #include <memory>
 #include <thread>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
@@ -37,8 +36,8 @@ class MemberCallback {
  private:
   // Runs on the pool, one at a time.
   void Run();
-  // Returns the next event; null if there are no more.
-  std::unique_ptr<MemberEvent> Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes the next event; none if there are no more. Needs no memory.
+  Peers::Events Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   ThreadPool* const pool_;
   Agent* const agent_;
@@ -49,7 +48,7 @@ class MemberCallback {
   std::shared_ptr<const Function> running_ ABSL_GUARDED_BY(mu_);  // null between events
   std::thread::id thread_ ABSL_GUARDED_BY(mu_);                   // that runs it
   bool scheduled_ ABSL_GUARDED_BY(mu_) = false;                   // Run(), or it runs
-  std::vector<MemberEvent> events_ ABSL_GUARDED_BY(mu_);          // taken, the next one last
+  Peers::Events events_ ABSL_GUARDED_BY(mu_);                     // taken, the next one first
 };
 
 }  // namespace distgrad

@@ -2,6 +2,7 @@
 #include "core/worker/member_sync.h"
 
 #include <memory>
+#include <new>
 #include <string>
 
 #include "absl/cleanup/cleanup.h"
@@ -141,8 +142,12 @@ void MemberSync::RunLater(absl::Duration wait, std::optional<Clock::TimerId>* ti
 // ------------------------------------------------------------------------------- Following
 
 void MemberSync::Follow() {
-  if (follows_.exchange(true) || parts_.lookups.Run([this] { FollowOnce(); })) return;
-  RunLater(kPause, &follow_timer_, &MemberSync::FollowOnce);
+  if (follows_.exchange(true)) return;
+  absl::Cleanup does_not_follow = [this] { follows_ = false; };  // where there is no memory for it
+  if (!parts_.lookups.Run([this] { FollowOnce(); })) {
+    RunLater(kPause, &follow_timer_, &MemberSync::FollowOnce);
+  }
+  std::move(does_not_follow).Cancel();
 }
 
 void MemberSync::FollowOnce() {
@@ -151,7 +156,10 @@ void MemberSync::FollowOnce() {
     // Another may have been set before it was seen that this ends.
     if (!parts_.callback.is_set() || follows_.exchange(true)) return;
   }
-  Read();
+  try {
+    Read();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next one reads it
+  }
   RunLater(kPause, &follow_timer_, &MemberSync::FollowOnce);
 }
 

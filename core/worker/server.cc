@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -144,8 +145,23 @@ bool Server::RunsInline(const Request& request) const {
   if (!absl::StartsWith(request.function, kOwnPrefix)) {
     return CheapToRunInline(request.function, request.message.tensors);
   }
-  const std::shared_ptr<const Function> own = FindFunction(request.function);
-  return own != nullptr && own->is_inline;
+  absl::MutexLock lock(&mu_);
+  const auto found = functions_.find(request.function);
+  return found != functions_.end() && found->second->is_inline;
+}
+
+void Server::LetGo(absl::string_view name, std::shared_ptr<const Function> function) {
+  if (function == nullptr || !function->is_inline) return;
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = functions_.find(name);
+    if (found != functions_.end() && found->second == function) {
+      function = nullptr;  // as long as the other reference stands
+      return;
+    }
+  }
+  // It was unregistered meanwhile, and may own what is the user's.
+  parts_.pool.Schedule([function = std::move(function)]() mutable { function = nullptr; });
 }
 
 void Server::Serve(Serving serving) {
@@ -159,7 +175,13 @@ void Server::Serve(Serving serving) {
     if (serving.request.deadline.Passed()) {
       return serving.call.Fail(absl::DeadlineExceededError("its time was over before it began"));
     }
-    const std::shared_ptr<const Function> function = FindFunction(serving.request.function);
+    std::shared_ptr<const Function> function = FindFunction(serving.request.function);
+    const absl::Cleanup let_go = [&] {
+      try {
+        LetGo(serving.request.function, std::move(function));
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it ends here, then
+      }
+    };
     serving.by_handler = function != nullptr && !function->is_own;
     if (function != nullptr && function->async_handler != nullptr) {
       return ServeLater(function->async_handler, std::make_shared<Serving>(std::move(serving)));

@@ -80,6 +80,8 @@ class Server {
 
   // Whether running it takes less than handing it to another thread.
   bool RunsInline(const Request& request) const;
+  // Ends the use of an inline function, on another thread where this is the last one of it.
+  void LetGo(absl::string_view name, std::shared_ptr<const Function> function);
   void Serve(Serving serving);
   void ServeLater(const AsyncRequestHandler& handler, const std::shared_ptr<Serving>& serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
