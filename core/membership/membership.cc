@@ -8,6 +8,7 @@
 #include <random>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -534,27 +535,34 @@ bool Membership::Say(const std::string& key, const std::string& value,
                      absl::FunctionRef<bool(const Store::Value&)> is_wanted) {
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
   std::optional<Store::Value> before;  // what was there when it was said for the first time
-  while (next != kDone && !closed_) {
-    absl::Status status;
+  const auto go_on = [&]() -> absl::Status {
     if (next == kAsk) {
-      const auto said = TryGet(*store_, key, absl::InfinitePast());
-      status = said.status();
-      if (said.ok() && before.has_value() && *said == value) {
+      auto said = TryGet(*store_, key, absl::InfinitePast());
+      if (!said.ok()) return said.status();
+      if (before.has_value() && *said == value) {
         next = kRing;  // it came there, and the answer did not
-      } else if (said.ok()) {
-        // What somebody has said since may be the answer to what came there. (A member that had
-        // denied an earlier loss, and denies this one, leaves what was there before.)
-        const bool is_answered = before.has_value() && *said != *before;
-        next = !is_answered && is_wanted(*said) ? kSay : kDone;
-        before = *said;
+        return absl::OkStatus();
       }
-    } else if (next == kSay) {
-      status = store_->Set(key, value, absl::InfinitePast());
-      next = status.ok() ? kRing : kAsk;
-    } else {
-      status = WakeBarriers(absl::InfinitePast());
-      if (status.ok()) next = kDone;
+      // What somebody has said since may be the answer to what came there. (A member that had
+      // denied an earlier loss, and denies this one, leaves what was there before.)
+      const bool is_answered = before.has_value() && *said != *before;
+      next = !is_answered && is_wanted(*said) ? kSay : kDone;
+      before = *std::move(said);
+      return absl::OkStatus();
     }
+    if (next == kSay) {
+      next = kAsk;  // should it not be known whether it came there
+      DG_RETURN_IF_ERROR(store_->Set(key, value, absl::InfinitePast()));
+      next = kRing;
+      return absl::OkStatus();
+    }
+    DG_RETURN_IF_ERROR(WakeBarriers(absl::InfinitePast()));
+    next = kDone;
+    return absl::OkStatus();
+  };
+  while (next != kDone && !closed_) {
+    // What was done stays done where there is no memory for what follows.
+    const absl::Status status = AwaitMemory(go_on);
     // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
     if (!status.ok() && !absl::IsDeadlineExceeded(status)) return false;
   }
@@ -606,8 +614,11 @@ absl::StatusOr<bool> Membership::DenyLoss() {
   } else if (!denial_is_unheard_) {
     return false;
   }
-  DG_RETURN_IF_ERROR(WakeBarriers(kNow));
+  // Before it wakes them: what another thread says meanwhile is not heard by that.
   denial_is_unheard_ = false;
+  absl::Cleanup is_unheard = [this] { denial_is_unheard_ = true; };
+  DG_RETURN_IF_ERROR(WakeBarriers(kNow));
+  std::move(is_unheard).Cancel();
   return true;
 }
 
@@ -847,7 +858,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     check = false;
     check_again = Deadline::After(CheckAgain(size_));
     // This worker is alive.
-    if (absent->self) {
+    if (absent->self || denial_is_unheard_) {
       DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }).status());
     }
     const bool fails = !absent->lost.empty() && barrier.on_lost == OnLost::kFail;

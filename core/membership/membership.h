@@ -110,8 +110,8 @@ class Membership {
   // Takes back that word, or has it not said if it is on its way; what another worker has said
   // stays. The same.
   void MarkAlive(WorkerRank member, Incarnation incarnation);
-  // Takes back that this worker is lost, as another one said; returns whether one had. A store that
-  // is silent has some seconds.
+  // Takes back that this worker is lost, as another one said; returns whether one had, or an
+  // earlier time may not have been heard. A store that is silent has some seconds.
   absl::StatusOr<bool> DenyLoss();
 
   struct LostMember {

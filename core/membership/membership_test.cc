@@ -801,6 +801,49 @@ TEST_F(RunningJobTest, WhoHasSaidALossTakesItBack) {
   EXPECT_EQ(members_[0]->LossesOf({worker1})->lost.size(), 1u);
 }
 
+// Finds no memory when a word has come there, and when those who would read it are to be woken:
+// once each. Thread-safe.
+class ShortOfMemoryStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (key == "changes" && is_short.exchange(false)) throw std::bad_alloc();
+    const absl::Status set = ForwardingStore::Set(key, value, deadline);
+    if (key == "lost/1" && forgets.exchange(false)) throw std::bad_alloc();
+    return set;
+  }
+
+  std::atomic<bool> is_short{false}, forgets{false};
+};
+
+TEST_F(RunningJobTest, AWordIsHeardThoughItsStoreFoundNoMemoryWhenItHadCome) {
+  Start(2);
+  const auto store = std::make_shared<ShortOfMemoryStore>(store_);
+  Membership members(store, {.rank = 0, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  const WorkerInfo worker1 = *members.Find("worker1", Later());
+  const std::string keys[] = {"changes"};
+  Store::Value changes = store_->GetEach(keys, absl::InfinitePast()).value()[0];
+  const auto is_heard = [&](bool is_short) {
+    (is_short ? store->is_short : store->forgets) = true;
+    return [&] {
+      const Store::Value seen[] = {changes};
+      const auto now = store_->AwaitChange(keys, seen, Deadline::After(absl::Seconds(20)));
+      if (!now.ok() || (*now)[0] == changes) return false;
+      changes = (*now)[0];
+      return true;
+    };
+  };
+  for (const bool is_short : {true, false}) {
+    const auto said = is_heard(is_short);
+    ASSERT_TRUE(members.MarkLost(worker1, absl::StrCat("it died ", is_short)));
+    ASSERT_TRUE(said()) << is_short;
+    const auto taken_back = is_heard(is_short);
+    members.MarkAlive(1, worker1.incarnation);
+    ASSERT_TRUE(taken_back()) << is_short;
+  }
+}
+
 // Who finds no memory says it again.
 TEST_F(RunningJobTest, ALossThatFindsNoMemoryIsSaidAndTakenBack) {
   Start(2);
@@ -819,7 +862,7 @@ TEST_F(RunningJobTest, ALossThatFindsNoMemoryIsSaidAndTakenBack) {
   for (int nth = 0; has_failed; ++nth) {
     const std::string reason = absl::StrCat("it was silent in round ", nth);
     FailAllocation(nth);
-    until_done([&] { members_[0]->MarkLost(worker1, reason); });
+    EXPECT_TRUE(until_done([&] { return members_[0]->MarkLost(worker1, reason); }));
     has_failed = FailAllocation(-1);
     Store::Value seen[] = {entry};
     entry = store_->AwaitChange(key, seen, Later()).value()[0];

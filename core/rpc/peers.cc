@@ -21,10 +21,14 @@ absl::Status Peers::Start(const WorkerInfo& self, std::vector<WorkerInfo> worker
 
 void Peers::Add(WorkerInfo worker) {
   const WorkerRank rank = worker.rank;
-  const size_t more = worker.left ? 0 : 1;
-  ranks_.try_emplace(worker.name, rank);
-  workers_.emplace(rank, std::move(worker));
-  size_ += more;
+  const auto added = workers_.emplace(rank, std::move(worker)).first;
+  try {
+    ranks_.try_emplace(added->second.name, rank);
+  } catch (...) {
+    workers_.erase(added);
+    throw;
+  }
+  size_ += added->second.left ? 0 : 1;
 }
 
 void Peers::Replace(WorkerInfo& known, WorkerInfo worker) {

@@ -23,8 +23,8 @@
 
 namespace distgrad {
 
-// Thread-safe; calls nothing else. What throws std::bad_alloc has changed nothing, so that it may
-// be said again.
+// Thread-safe; calls nothing else. But for Start(), what throws std::bad_alloc has changed nothing,
+// so that it may be said again.
 class Peers {
  public:
   using Events = std::list<MemberEvent>;
