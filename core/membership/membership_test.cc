@@ -17,6 +17,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/base/await_memory.h"
 #include "core/base/status.h"
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
@@ -848,27 +849,19 @@ TEST_F(RunningJobTest, AWordIsHeardThoughItsStoreFoundNoMemoryWhenItHadCome) {
 TEST_F(RunningJobTest, ALossThatFindsNoMemoryIsSaidAndTakenBack) {
   Start(2);
   const WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
-  const auto until_done = [](const auto& word) {
-    for (;;) {
-      try {
-        return word();
-      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): again
-      }
-    }
-  };
   const std::string key[] = {"lost/1"};
   Store::Value entry;
   bool has_failed = true;
   for (int nth = 0; has_failed; ++nth) {
     const std::string reason = absl::StrCat("it was silent in round ", nth);
     FailAllocation(nth);
-    EXPECT_TRUE(until_done([&] { return members_[0]->MarkLost(worker1, reason); }));
+    EXPECT_TRUE(AwaitMemory([&] { return members_[0]->MarkLost(worker1, reason); }));
     has_failed = FailAllocation(-1);
     Store::Value seen[] = {entry};
     entry = store_->AwaitChange(key, seen, Later()).value()[0];
     ASSERT_EQ(entry, absl::StrCat(worker1.incarnation, " ", reason));
     FailAllocation(nth);
-    until_done([&] { members_[0]->MarkAlive(1, worker1.incarnation); });
+    AwaitMemory([&] { members_[0]->MarkAlive(1, worker1.incarnation); });
     has_failed = FailAllocation(-1) || has_failed;
     seen[0] = entry;
     entry = store_->AwaitChange(key, seen, Later()).value()[0];

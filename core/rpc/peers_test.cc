@@ -3,12 +3,12 @@
 
 #include <gtest/gtest.h>
 
-#include <new>
 #include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 #include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
@@ -157,22 +157,15 @@ TEST(PeersTest, WhatFindsNoMemoryChangesNothing) {
     Peers peers(/*max_workers=*/100);
     ASSERT_TRUE(peers.Start(Info(0, "a"), {Info(0, "a"), Info(1, "b"), Info(2, "c")}).ok());
     peers.KeepEvents(true);
-    const auto until_done = [](const auto& change) {
-      for (;;) {
-        try {
-          return change();
-        } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): again
-        }
-      }
-    };
     const std::string long_name(100, 'n');
     const WorkerInfo fourth = Info(4, long_name), renamed = Info(2, long_name + "2", 2);
     FailAllocation(nth);
-    until_done([&] { return peers.UpdatePeer(fourth).ok(); });
-    EXPECT_TRUE(until_done([&] { return peers.SetLost(4, kFirst, "it was silent for too long"); }));
-    EXPECT_TRUE(until_done([&] { return peers.SetAlive(4, kFirst, peers.LossOf(4, kFirst)); }));
-    EXPECT_TRUE(*until_done([&] { return peers.UpdatePeer(renamed); }));
-    until_done([&] { peers.SetLeft(4, kFirst); });
+    AwaitMemory([&] { return peers.UpdatePeer(fourth).ok(); });
+    EXPECT_TRUE(
+        AwaitMemory([&] { return peers.SetLost(4, kFirst, "it was silent for too long"); }));
+    EXPECT_TRUE(AwaitMemory([&] { return peers.SetAlive(4, kFirst, peers.LossOf(4, kFirst)); }));
+    EXPECT_TRUE(*AwaitMemory([&] { return peers.UpdatePeer(renamed); }));
+    AwaitMemory([&] { peers.SetLeft(4, kFirst); });
     has_failed = FailAllocation(-1);
     std::vector<std::string> told;
     const char* const kinds[] = {"?", "joined ", "left ", "lost "};

@@ -54,6 +54,23 @@ class CallsTest : public ::testing::TestWithParam<std::string> {
                     .ok());
   }
 
+  // Has a call take the one thread of worker 1's pool until go_on_.
+  Future<Message> TakeThreadOf1() {
+    absl::Notification begun;
+    EXPECT_TRUE(worker(1)
+                    .Register("hold",
+                              [&](Request&) -> absl::StatusOr<Message> {
+                                begun.Notify();
+                                go_on_.WaitForNotification();
+                                return Message{};
+                              })
+                    .ok());
+    Future<Message> held = worker(0).CallAsync(1, "hold", {});
+    begun.WaitForNotification();
+    return held;
+  }
+
+  absl::Notification go_on_;
   Promise<Unit> began_;
   Promise<absl::Status> cancelled_;
   Future<Unit> has_begun_ = began_.future();
@@ -505,26 +522,16 @@ at::Tensor Floats(at::IntArrayRef sizes) { return at::rand(sizes); }
 // As the parcels of a pipeline are taken, of which each costs less than waking another thread.
 TEST_P(CallsTest, AnInlineFunctionRunsWhereItsCallArrives) {
   Start({.workers = 2, .thread_count = 1});
-  absl::Notification begun, over;
-  ASSERT_TRUE(worker(1)
-                  .Register("hold",
-                            [&](Request&) -> absl::StatusOr<Message> {
-                              begun.Notify();
-                              over.WaitForNotification();
-                              return Message{};
-                            })
-                  .ok());
   const auto echo = [](Request& request) -> absl::StatusOr<Message> {
     return std::move(request.message);
   };
   ASSERT_TRUE(worker(1).RegisterOwn("distgrad.pooled", echo).ok());
   ASSERT_TRUE(worker(1).RegisterOwnInline("distgrad.inline", echo).ok());
-  const Future<Message> held = worker(0).CallAsync(1, "hold", {});
-  begun.WaitForNotification();
+  const Future<Message> held = TakeThreadOf1();
   const Future<Message> pooled = worker(0).CallAsync(1, "distgrad.pooled", {"a", {}});
   EXPECT_EQ(worker(0).Call(1, "distgrad.inline", {"b", {}})->payload, "b");
   EXPECT_FALSE(pooled.Done());
-  over.Notify();
+  go_on_.Notify();
   EXPECT_EQ(pooled.Wait()->payload, "a");
   EXPECT_TRUE(held.Wait().ok());
 }
@@ -558,17 +565,7 @@ TEST_P(CallsTest, WhatAnInlineFunctionOwnsDoesNotEndWhereItsCallsArrive) {
 // answered.
 TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
   Start({.workers = 2, .thread_count = 1, .serve_operators = ServeOperators::kAll});
-  absl::Notification begun, over;
-  ASSERT_TRUE(worker(1)
-                  .Register("hold",
-                            [&](Request&) -> absl::StatusOr<Message> {
-                              begun.Notify();
-                              over.WaitForNotification();
-                              return Message{};
-                            })
-                  .ok());
-  const Future<Message> held = worker(0).CallAsync(1, "hold", {});
-  begun.WaitForNotification();
+  const Future<Message> held = TakeThreadOf1();
   using Values = std::vector<c10::IValue>;
   using Ints = std::vector<int64_t>;
   const std::vector<std::pair<std::string, Values>> long_ones = {
@@ -612,7 +609,7 @@ TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {
   // The last of those came behind all the others, and so did its answer.
   for (size_t i = 0; i < replies.size(); ++i)
     EXPECT_FALSE(replies[i].Done()) << long_ones[i].first << " did not wait for the pool";
-  over.Notify();
+  go_on_.Notify();
   EXPECT_TRUE(held.Wait().ok());
   for (size_t i = 0; i < replies.size(); ++i) {
     // So many dimensions cannot be sent back.
