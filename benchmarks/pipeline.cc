@@ -531,7 +531,7 @@ int Main(int argc, char** argv) {
   // As that is by default.
   ReportSplit({.name = "fashion_mnist",
                .model = SplitJob::Model::kImages,
-               .batch = 128,
+               .batch = 256,
                .micro_batches = 4,
                .steps = 40});
   return failed ? 1 : 0;

@@ -79,7 +79,9 @@ absl::StatusOr<Options> ParseOptions(int argc, const char* const* argv, const Co
         ->check(CLI::Range(1, 10'000));
   }
   add("--batch", options.batch, "N", line.batch)->check(CLI::Range(1, 60'000));
-  add("--lr", options.learning_rate, "X", line.learning_rate)->check(AboveZero());
+  add("--lr", options.learning_rate, "X",
+      "Highest learning rate; rises to it in the first steps, then falls to 0")
+      ->check(AboveZero());
   add("--seed", options.seed, "N", line.seed)->check(CLI::NonNegativeNumber);
   add("--data", options.data, "PATH", line.data);
   add("--output", options.output, "DIR", "Folder for the table and the picture");

@@ -19,8 +19,8 @@ struct Options {
   bool single = false;
   int processes = 2;
   int epochs = 5;
-  int64_t batch = 128;
-  double learning_rate = 0.1;
+  int64_t batch = 256;
+  double learning_rate = 0.15;
   uint64_t seed = 1;
   std::string data;    // empty: look for it
   std::string output;  // absolute
@@ -50,7 +50,6 @@ struct CommandLine {
   Options defaults = {};
   bool has_epochs = true;
   std::string batch = "Images per training step";
-  std::string learning_rate = "Learning rate of the first step; falls to 0 in a straight line";
   std::string seed = "Decides the first weights and the order of the images";
   std::string data =
       "Folder with Fashion-MNIST's four .gz files, if not that of the package "

@@ -23,8 +23,6 @@ namespace {
 constexpr int64_t kRounds = 10;
 // How many batches of pieces of the test's text an evaluation has.
 constexpr int64_t kTestBatches = 4;
-// The part of the steps in which the learning rate rises.
-constexpr double kWarmUp = 0.05;
 // Of each text that the model writes.
 constexpr int64_t kSampleLength = 300;
 // Below 1 what is likely gets likelier.
@@ -40,7 +38,8 @@ TrainingPlan PlanOf(const Options& options, const TransformerOptions& own, const
                 return absl::StrCat("step ", std::min((round + 1) * per_round, steps), "/", steps);
               },
           .items = [per_step](int64_t steps) { return steps * per_step; },
-          .items_per_epoch = text.train().size(0)};
+          .items_per_epoch = text.train().size(0),
+          .warm_up = 0.05};
 }
 
 }  // namespace
@@ -56,12 +55,10 @@ class TextTraining::Task : public TrainingTask {
         step_(training.loop_.step()),
         learner_(learner) {}
 
-  absl::Status Start(double progress) override {
+  absl::Status Start(double learning_rate) override {
     const TextBatch batch =
-        RandomPieces(text_.train(), options_.batch, own_.shape.context, options_.seed, step_);
-    const double warm_steps = std::max(1.0, kWarmUp * static_cast<double>(own_.steps));
-    const double warm = std::min(1.0, static_cast<double>(++step_) / warm_steps);
-    return learner_.Start(batch, options_.learning_rate * warm * (1 - progress));
+        RandomPieces(text_.train(), options_.batch, own_.shape.context, options_.seed, step_++);
+    return learner_.Start(batch, learning_rate);
   }
   absl::StatusOr<StepResult> Finish() override {
     const absl::StatusOr<double> loss = learner_.Finish();

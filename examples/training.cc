@@ -24,7 +24,8 @@ TrainingPlan PlanOf(const Options& options, int64_t images) {
               [per_epoch, images, batch = options.batch](int64_t steps) {
                 return steps / per_epoch * images + steps % per_epoch * batch;
               },
-          .items_per_epoch = images};
+          .items_per_epoch = images,
+          .warm_up = 0.1};
 }
 
 }  // namespace
@@ -33,10 +34,10 @@ class Training::Task : public TrainingTask {
  public:
   Task(Training& training, Learner& learner) : training_(training), learner_(learner) {}
 
-  absl::Status Start(double progress) override {
+  absl::Status Start(double learning_rate) override {
     const Batch batch = training_.batches_.Next();
     in_flight_.push_back(batch.size());
-    return learner_.Start(batch, training_.options_.learning_rate * (1 - progress));
+    return learner_.Start(batch, learning_rate);
   }
   absl::StatusOr<StepResult> Finish() override {
     const absl::StatusOr<double> loss = learner_.Finish();

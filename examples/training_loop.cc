@@ -83,14 +83,20 @@ absl::Status TrainingLoop::RunRounds(TrainingTask& task, const Save& save) {
   return evaluation.status();
 }
 
+double TrainingLoop::LearningRate(int64_t steps) const {
+  const auto all = static_cast<double>(plan_.steps);
+  const double warm =
+      std::min(1.0, static_cast<double>(steps + 1) / std::max(1.0, plan_.warm_up * all));
+  return options_.learning_rate * warm * (1 - static_cast<double>(steps) / all);
+}
+
 absl::Status TrainingLoop::StartSteps(TrainingTask& task, bool saves, int64_t end) {
   // Those that run are taken, also after Ctrl-C.
   const absl::Status interrupt = CheckInterrupt(task);
   if (!interrupt.ok()) return started_ > step_ ? absl::OkStatus() : interrupt;
   if (saves) end = std::min(end, (step_ / options_.every + 1) * options_.every);
   while (started_ < end && started_ - step_ < task.most_in_flight()) {
-    const double progress = static_cast<double>(started_) / static_cast<double>(plan_.steps);
-    if (auto s = task.Start(progress); !s.ok()) {
+    if (auto s = task.Start(LearningRate(started_)); !s.ok()) {
       // Where one that runs has failed that says why.
       for (; started_ > step_; --started_) {
         if (auto step = task.Finish(); !step.ok()) return step.status();

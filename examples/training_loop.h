@@ -30,9 +30,8 @@ class TrainingTask {
 
   virtual ~TrainingTask() = default;
 
-  // Starts a step of the optimizer behind those that run, of which there are at most so many;
-  // `progress` is the part of all steps that come before it, 0 to 1.
-  virtual absl::Status Start(double progress) = 0;
+  // Starts a step of the optimizer behind those that run, of which there are at most so many.
+  virtual absl::Status Start(double learning_rate) = 0;
   virtual int most_in_flight() const = 0;
   // Waits for the first of those that run.
   virtual absl::StatusOr<StepResult> Finish() = 0;
@@ -50,6 +49,7 @@ struct TrainingPlan {
   // After so many steps.
   std::function<int64_t(int64_t steps)> items;
   int64_t items_per_epoch = 0;
+  double warm_up = 0;  // the part of the steps in which the learning rate rises, 0 to 1
 };
 
 // One run in one process. For one thread.
@@ -90,6 +90,10 @@ class TrainingLoop {
   absl::Status RunRound(TrainingTask& task, const Save& save, ProgressBar& progress);
   // Starts as many steps as may run, but none behind step `end`, or the next that is saved.
   absl::Status StartSteps(TrainingTask& task, bool saves, int64_t end);
+  // Of the step behind so many others: it rises to the highest one in the first steps, for large
+  // batches diverge without that (Goyal et al., arXiv:1706.02677), and falls to 0 in a straight
+  // line.
+  double LearningRate(int64_t steps) const;
   ReportRow NewRow() const;
 
   // Constant after construction.

@@ -79,7 +79,6 @@ CommandLine TransformerCommandLine(TransformerOptions* own) {
   line.defaults.learning_rate = 0.003;
   line.defaults.every = 100;
   line.batch = "Pieces of the text per training step";
-  line.learning_rate = "Highest learning rate; rises to it in the first steps, then falls to 0";
   line.seed = "Decides the first weights, the pieces of the text, and what is written";
   line.data = "File with the text, if not the Bible of the package bible-kjv-text";
   line.add = [own](CLI::App& app) { Add(*own, app); };
