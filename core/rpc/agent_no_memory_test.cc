@@ -79,8 +79,13 @@ struct Agents {
   // Has `then` run on the thread that handles what arrives at b, once it hears that the call which
   // this returns is cancelled, or that the connection is over.
   Future<std::string> OnCancelAtB(const std::function<void()>& then) {
-    const Future<std::string> call = a().Call(1, "keep");
-    kept.push_back(b().service.AwaitKept());
+    return OnCancelAt(b(), a(), then);
+  }
+  // The same at another agent, of a call that `from` makes.
+  Future<std::string> OnCancelAt(TestAgent& at, TestAgent& from,
+                                 const std::function<void()>& then) {
+    const Future<std::string> call = from.Call(at.info.rank, "keep");
+    kept.push_back(at.service.AwaitKept());
     kept.back().cancellation()->OnCancel(then);
     return call;
   }
@@ -89,7 +94,7 @@ struct Agents {
   const std::shared_ptr<Fault> faults = std::make_shared<Fault>();
   const std::shared_ptr<InprocNetwork> network = std::make_shared<InprocNetwork>(faults);
   std::vector<std::unique_ptr<TestAgent>> agents;
-  std::vector<IncomingCall> kept;  // by b
+  std::vector<IncomingCall> kept;
 };
 
 TEST(AgentNoMemoryTest, WhatArrivesEndsItsConnectionAtMost) {
@@ -252,6 +257,36 @@ TEST(AgentNoMemoryTest, TheWatchGoesOn) {
       all.a().Call(2, "echo", "x").Wait().status().IgnoreError();
     }
     EXPECT_TRUE(all.a().service.HasUnreachable(1));
+  }
+}
+
+// A member that was taken for lost answers once, and then those hear that it lives who had heard
+// that it was lost.
+TEST(AgentNoMemoryTest, TheAnswerOfAMemberThatWasTakenForLostIsHeard) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    Agents all;
+    absl::Notification over;
+    const Future<std::string> begin =
+        all.OnCancelAt(all.a(), all.b(), [nth] { FailAllocation(nth); });
+    const Future<std::string> end = all.OnCancelAt(all.a(), all.b(), [&] {
+      failed = FailAllocation(-1);
+      over.Notify();
+    });
+    all.a().agent->KeepEvents(true);
+    const Incarnation incarnation = all.b().info.incarnation;
+    all.a().agent->SetLost(1, incarnation, "it was silent");
+    const uint64_t loss = all.a().agent->LossOf(1, incarnation);
+    begin.Cancel();
+    all.a().agent->AskLost(1, incarnation);
+    all.a().Notify(1, "it is asked");
+    all.b().service.AwaitNotices(1);  // it has answered
+    end.Cancel();
+    over.WaitForNotification();
+    EXPECT_EQ(all.a().agent->LossOf(1, incarnation), 0u);
+    EXPECT_EQ(all.a().service.last_revived(), loss);
+    EXPECT_EQ(all.a().agent->TakeEvents().size(), 2u) << "it was lost, and has come back";
   }
 }
 

@@ -78,6 +78,16 @@ void TestService::OnUnreachable(WorkerRank peer, Incarnation incarnation, const 
   unreachable_[peer][incarnation] = why;
 }
 
+void TestService::OnRevived(WorkerRank, Incarnation, uint64_t loss) {
+  absl::MutexLock lock(&mu_);
+  revived_.push_back(loss);
+}
+
+uint64_t TestService::last_revived() const {
+  absl::MutexLock lock(&mu_);
+  return revived_.empty() ? 0 : revived_.back();
+}
+
 IncomingCall TestService::AwaitKept() {
   absl::MutexLock lock(&mu_);
   mu_.Await(absl::Condition(

@@ -43,9 +43,7 @@ class TestService : public AgentService {
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
   void OnUnwatched() override { ++unwatched_; }
-  void OnRevived(WorkerRank /*peer*/, Incarnation /*incarnation*/, uint64_t loss) override {
-    last_revived_ = loss;
-  }
+  void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) override;
   void OnMemberEvents() override;
 
   // Waits for the next call that was kept, and takes it.
@@ -66,16 +64,16 @@ class TestService : public AgentService {
   // Returns how often it was told that nobody watches its worker.
   int unwatched() const { return unwatched_; }
   // Returns the last loss that it was told is over; 0: none.
-  uint64_t last_revived() const { return last_revived_; }
+  uint64_t last_revived() const;
 
  private:
   std::atomic<int> unwatched_{0};
-  std::atomic<uint64_t> last_revived_{0};
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
+  std::vector<uint64_t> revived_ ABSL_GUARDED_BY(mu_);  // the losses that are over
   absl::AnyInvocable<void()> on_lost_ ABSL_GUARDED_BY(mu_), on_events_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };

@@ -503,10 +503,13 @@ void LinkTable::OnPong(const std::shared_ptr<Link>& link) {
     }
   }
   const std::optional<WorkerRank> peer = link->peer();
-  if (loss == 0 || !peer || !peers_->SetAlive(*peer, link->incarnation(), loss)) return;
+  if (loss == 0 || !peer) return;
+  // The answer comes once, and others wait to hear that the peer lives.
+  const bool is_revived =
+      AwaitMemory([&] { return peers_->SetAlive(*peer, link->incarnation(), loss); });
   const auto user = user_.lock();
-  if (user == nullptr) return;
-  user->OnRevived(*peer, link->incarnation(), loss);
+  if (!is_revived || user == nullptr) return;
+  AwaitMemory([&] { user->OnRevived(*peer, link->incarnation(), loss); });
   user->OnMemberEvents();
 }
 
