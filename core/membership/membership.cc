@@ -496,19 +496,18 @@ absl::Status Membership::Leave(Deadline deadline) {
 bool Membership::MarkLost(const WorkerInfo& member, std::string reason) {
   if (!announcer_.Start().ok()) return false;
   LostMember lost{member, std::move(reason)};
-  {
-    absl::MutexLock lock(&mu_);
-    // What needs memory comes before what changes.
-    std::map<WorkerRank, Told> told = lost_;
-    std::map<WorkerRank, int> unsaid = unsaid_;
-    told[member.rank] = {lost, last_word_ + 1};
-    ++unsaid[member.rank];
-    // It waits for this lock before it asks whether this still holds.
-    announcer_.Schedule([this, lost = std::move(lost)] { AwaitMemory([&] { Announce(lost); }); });
-    ++last_word_;
-    lost_.swap(told);
-    unsaid_.swap(unsaid);
-  }
+  // What needs memory comes before what changes: these are put into the maps as they are.
+  std::map<WorkerRank, Told> told;
+  told[member.rank].lost = lost;
+  std::map<WorkerRank, int> unsaid{{member.rank, 0}};
+  absl::MutexLock lock(&mu_);
+  // It waits for this lock before it asks whether this still holds.
+  announcer_.Schedule([this, lost = std::move(lost)] { AwaitMemory([&] { Announce(lost); }); });
+  told.begin()->second.word = ++last_word_;
+  lost_.erase(member.rank);
+  lost_.merge(told);
+  unsaid_.merge(unsaid);  // unless it has one
+  ++unsaid_.find(member.rank)->second;
   return true;
 }
 
