@@ -7,6 +7,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 
 namespace distgrad {
 namespace {
@@ -200,7 +201,13 @@ void MemberSync::Read() {
     }
     // No connection need have broken here. Two that cannot reach each other, and both reach the
     // store, say this in turn for as long as that lasts, and all read it: so not at once again.
-    if (member.worker.rank == parts_.self && (HasJustDenied() || !DenyLossNow().ok())) MayBeLost();
+    // The next look finds no loss any more, though memory may have failed before it was heard that
+    // there is none.
+    if (member.worker.rank == parts_.self) {
+      AwaitMemory([this] {
+        if (HasJustDenied() || !DenyLossNow().ok()) MayBeLost();
+      });
+    }
     parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
   for (const WorkerInfo& member : losses->denied) {

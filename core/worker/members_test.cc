@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -1026,16 +1027,18 @@ class HeldLosses : public ForwardingStore {
   absl::Notification read, go_on;
 };
 
-// Forgets that its worker takes back the loss of worker 1, while it is mute. Thread-safe.
+// Forgets that its worker takes back the loss of worker 1, while it is mute; or once finds no
+// memory when those are to be woken who would read something. Thread-safe.
 class MuteStore : public ForwardingStore {
  public:
   using ForwardingStore::ForwardingStore;
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (is_mute && key == "lost/1" && value.empty()) return absl::OkStatus();
+    if (key == "changes" && is_short.exchange(false)) throw std::bad_alloc();
     return ForwardingStore::Set(key, value, deadline);
   }
 
-  std::atomic<bool> is_mute{false};
+  std::atomic<bool> is_mute{false}, is_short{false};
 };
 
 // "worker0", which watches "worker1", and others, with faults between them.
@@ -1141,6 +1144,21 @@ TEST_F(WatcherTest, WhoReadsInTheStoreThatItIsLostDeniesIt) {
     ASSERT_TRUE(store_->Set("changes", change, Later()).ok());
     EXPECT_EQ(LossOf1(said, absl::Seconds(20)), "") << change;
   }
+}
+
+TEST_F(WatcherTest, ADenialIsHeardThoughThereWasNoMemoryWhenItHadCome) {
+  Start(3);
+  const std::string said =
+      absl::StrCat(workers_[0]->members()[1].incarnation, " it could not be reached");
+  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+  ASSERT_TRUE(store_->Set("changes", "1", Later()).ok());
+  mute1_->is_short = true;
+  workers_[1]->OnMember([](const MemberEvent&) {});
+  EXPECT_EQ(LossOf1(said, absl::Seconds(20)), "");
+  const std::string keys[] = {"changes"};
+  const Store::Value seen[] = {"1"};
+  EXPECT_NE(store_->AwaitChange(keys, seen, Deadline::After(absl::Seconds(20))).value()[0], "1");
+  EXPECT_FALSE(mute1_->is_short);
 }
 
 // Each word that one is lost, and each denial, is read by all.
