@@ -122,10 +122,13 @@ void Engine::DropSend(ContextRecord& context, EdgeId edge) {
   AwaitMemory([&] {
     for (const auto& run : context.Passes()) run->OnLostSend(edge);
   });
-  // The graph that may end with it is its user's, and the thread may be the clock's.
-  if (dropped != nullptr) {
-    services_.pool.Schedule([dropped = std::move(dropped)]() mutable { dropped = nullptr; });
-  }
+  if (dropped == nullptr) return;
+  // The graph that may end with it is its user's, and the thread may be the clock's. This one keeps
+  // it until there is memory for the task, and the task empties what both hold: so it ends there,
+  // whichever of the two lets go last.
+  const auto held = AwaitMemory(
+      [&] { return std::make_shared<std::shared_ptr<SourceNode>>(std::move(dropped)); });
+  AwaitMemory([&] { services_.pool.Schedule([held] { held->reset(); }); });
 }
 
 absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,

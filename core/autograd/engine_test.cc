@@ -4,10 +4,12 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -691,6 +693,34 @@ TEST_F(EngineTest, WhatIsNotSentIsNotWaitedForWithoutMemory) {
     engine_.Release(context->id());
     network_.TakeSent();
   }
+}
+
+// The graph is its user's, and the thread may be one that must run nothing of theirs.
+TEST_F(EngineTest, WhatIsNotSentEndsOnThePoolWithoutMemory) {
+  constexpr int kMany = 100;  // of which some need memory for the pool's queue
+  const auto context = contexts_.New();
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  float values[2] = {1, 1};
+  const std::thread::id here = std::this_thread::get_id();
+  std::atomic<int> here_ended{0}, elsewhere_ended{0};
+  AwaitPool();
+  for (int nth = 0; nth < 2; ++nth) {
+    for (int i = 0; i < kMany; ++i) {
+      at::Tensor factor = at::from_blob(values, {2}, [&](void*) {
+        ++(std::this_thread::get_id() == here ? here_ended : elsewhere_ended);
+      });
+      const absl::StatusOr<EdgeId> edge =
+          engine_.RecordSend(*context, kPeer, Engine::MakeSend({leaf * factor}));
+      factor.reset();  // the graph has it
+      ASSERT_TRUE(edge.ok()) << edge.status();
+      FailAllocation(nth);
+      EXPECT_NO_THROW(engine_.DropSend(*context, *edge));
+      FailAllocation(-1);
+    }
+  }
+  AwaitPool();
+  EXPECT_EQ(here_ended, 0);
+  EXPECT_EQ(elsewhere_ended, 2 * kMany);
 }
 
 // Two workers that leave may each have made a context of the other's: whoever hears in the middle
