@@ -28,6 +28,24 @@ PAGE = "docs/testing.md"
 TABLE = re.compile(r"(?<=\| planted \| defect \| first seed \|\n\| --- \| --- \| --- \|\n)(?:\|.*\n)+")
 
 
+def read_table():
+  """The page, and the rows of its table: name, defect, and first seed or why there is none."""
+  with open(PAGE, encoding="utf-8") as page:
+    text = page.read()
+  return text, re.findall(r"^\| `(\w+)` \| (.*) \| (\d+|none of .*) \|$", TABLE.search(text)[0], re.M)
+
+
+def write_seeds(found):
+  """Writes the seeds into the page as it is now: it may have been edited while they were looked for."""
+  text, table = read_table()
+  rows = [(name, what, str(found.get(name, seed))) for name, what, seed in table]
+  with_seed = sorted((row for row in rows if row[2].isdigit()), key=lambda row: (int(row[2]), row[0]))
+  without = [row for row in rows if not row[2].isdigit()]
+  lines = "".join(f"| `{name}` | {what} | {seed} |\n" for name, what, seed in with_seed + without)
+  with open(PAGE, "w", encoding="utf-8") as page:
+    page.write(TABLE.sub(lambda _: lines, text))
+
+
 def failures(tree, name, *options):
   """The seeds that fail with a defect, each with its reason; the earliest first."""
   program = os.path.join(tree, "bazel-bin/tests/simulation/simulation")
@@ -49,15 +67,13 @@ def main():
   options = parser.parse_args()
   with open(PATCH, encoding="utf-8") as patch:
     planted = set(re.findall(r'Planted\("(\w+)"\)', patch.read()))
-  with open(PAGE, encoding="utf-8") as page:
-    text = page.read()
-  table = re.findall(r"^\| `(\w+)` \| (.*) \| (\d+|none of .*) \|$", TABLE.search(text)[0], re.M)
-  rows = {name: what for name, what, _ in table}
-  rare = {name: seed for name, _, seed in table if not seed.isdigit()}
-  for name in sorted(planted ^ set(rows)):
+  _, table = read_table()
+  listed = {name for name, _, _ in table}
+  rare = {name for name, _, seed in table if not seed.isdigit()}
+  for name in sorted(planted ^ listed):
     print(f"{name}: not in {PAGE if name in planted else PATCH}", file=sys.stderr)
   unknown = sorted(set(options.names) - planted)
-  if planted != set(rows) or unknown:
+  if planted != listed or unknown:
     raise SystemExit(f"{PATCH} has no {', '.join(unknown)}" if unknown else 1)
 
   tree = os.path.abspath(options.tree)
@@ -67,7 +83,7 @@ def main():
   if built.returncode != 0:
     raise SystemExit(built.stdout + built.stderr)
   found = {}
-  names = options.names or sorted(planted - set(rare))
+  names = options.names or sorted(planted - rare)
   for name in names:
     said = []
     failed = failures(tree, name, "--first", "--seeds", str(options.seeds))
@@ -82,11 +98,7 @@ def main():
   missed = len(names) - len(found)
   print(f"{len(found)} of {len(names)} planted defects are found")
   if options.table and not missed and not options.names:
-    lines = "".join(f"| `{name}` | {rows[name]} | {seed} |\n"
-                    for name, seed in [*sorted(found.items(), key=lambda pair: (pair[1], pair[0])),
-                                       *rare.items()])
-    with open(PAGE, "w", encoding="utf-8") as page:
-      page.write(TABLE.sub(lambda _: lines, text))
+    write_seeds(found)
   return 1 if missed else 0
 
 
