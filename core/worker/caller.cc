@@ -141,10 +141,7 @@ Future<Message> Caller::Send(WorkerRank to, Outgoing call, const CallOptions& op
   // Where there is no memory for what follows. A backward would wait for a gradient of what nobody
   // has sent.
   absl::Cleanup drop = [this, &edge, context = call.context] {
-    try {
-      if (*edge != 0) parts_.engine.DropSend(*context, *edge);
-    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the edge is gone first
-    }
+    if (*edge != 0) parts_.engine.DropSend(*context, *edge);
   };
   Promise<Message> promise;
   const Future<Message> future = promise.future();
