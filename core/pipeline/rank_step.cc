@@ -396,8 +396,10 @@ void RankStep::OnStop() {
     const bool never_runs = state_ == State::kBegun;
     if (!Advance(Event::kStop)) return;
     promise.swap(promise_);
-    delivered.swap(delivered_);
+    // What one has that runs ends with its list, on its thread: this may be the one that reads
+    // messages, as where another rank's error comes, and what was delivered may be large.
     if (never_runs) {
+      delivered.swap(delivered_);
       context = std::move(context_);
       follows.swap(follows_);
     }
@@ -436,7 +438,7 @@ void RankStep::OnStepped(int stage, const absl::Status& status) {
   for (Promise<Message>& end : ends) end.Set(stepped);
 }
 
-absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
+absl::Status RankStep::Deliver(const Parcel& parcel, Tensors& tensors) {
   // Of tied parameters each rank sends gradients, and, behind those of all, that it has added them.
   const int count = parcel.kind == Parcel::Kind::kTied ? 2 * static_cast<int>(plan_.workers.size())
                                                        : plan_.micro_batches;
@@ -454,12 +456,14 @@ absl::Status RankStep::Deliver(const Parcel& parcel, Tensors tensors) {
   DG_RETURN_IF_ERROR(error_);
   if (over()) return absl::FailedPreconditionError("the step is over");
   const ParcelKey key{parcel.kind, parcel.stage, parcel.micro_batch, parcel.other};
-  if (delivered_.count(key) > 0) {
+  const auto [delivered, is_new] =
+      delivered_.try_emplace(key, Delivered{{}, parcel.wanted, parcel.skips});
+  if (!is_new) {
     return absl::AlreadyExistsError(
         absl::StrCat(NameOf(parcel.kind), OfMicroBatch(parcel.kind, parcel.micro_batch),
                      " for stage ", parcel.stage, " were there already"));
   }
-  delivered_.emplace(key, Delivered{std::move(tensors), parcel.wanted, parcel.skips});
+  delivered->second->tensors = std::move(tensors);
   return absl::OkStatus();
 }
 

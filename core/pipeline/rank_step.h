@@ -117,7 +117,8 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   // those that have (Stepped).
   Future<Message> End(const absl::Status& why);
 
-  absl::Status Deliver(const Parcel& parcel, Tensors tensors);
+  // Takes the tensors of a parcel; or leaves them, and says why.
+  absl::Status Deliver(const Parcel& parcel, Tensors& tensors);
 
  private:
   using Cell = std::pair<int, int>;  // stage and micro-batch

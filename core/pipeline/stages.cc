@@ -242,14 +242,12 @@ class PipelineStages::Impl {
 
   absl::StatusOr<Message> Deliver(Request& request) {
     DG_ASSIGN_OR_RETURN(const Parcel parcel, DecodeParcel(request.message.payload));
-    std::shared_ptr<RankStep> step;
-    {
-      absl::MutexLock lock(&mu_);
-      // One that has failed says why, also where the next one has begun.
-      step = FindKept(parcel.to);
-      if (step == nullptr) return Find(parcel.to).status();
-    }
-    DG_RETURN_IF_ERROR(step->Deliver(parcel, std::move(request.message.tensors)));
+    // Under the lock, so that no step ends here, on the thread that reads messages.
+    absl::MutexLock lock(&mu_);
+    // One that has failed says why, also where the next one has begun.
+    const std::shared_ptr<RankStep> step = FindKept(parcel.to);
+    if (step == nullptr) return Find(parcel.to).status();
+    DG_RETURN_IF_ERROR(step->Deliver(parcel, request.message.tensors));
     return Message{};
   }
 

@@ -561,6 +561,31 @@ TEST_P(CallsTest, WhatAnInlineFunctionOwnsDoesNotEndWhereItsCallsArrive) {
   EXPECT_NE(ended_on, served.load());
 }
 
+// It may be large, and take long to free.
+TEST_P(CallsTest, WhatAnInlineFunctionLeavesDoesNotEndWhereItsCallsArrive) {
+  Start({.workers = 2, .thread_count = 1});
+  float value = 0;
+  std::atomic<std::thread::id> served{};
+  absl::Notification ended;
+  std::thread::id ended_on;
+  const auto end = [&](void*) {
+    ended_on = std::this_thread::get_id();
+    ended.Notify();
+  };
+  ASSERT_TRUE(worker(1)
+                  .RegisterOwnInline("distgrad.inline",
+                                     [&](Request& r) -> absl::StatusOr<Message> {
+                                       served = std::this_thread::get_id();
+                                       r.message.tensors = {at::from_blob(&value, {1}, end)};
+                                       return absl::FailedPreconditionError("it takes nothing");
+                                     })
+                  .ok());
+  EXPECT_EQ(worker(0).Call(1, "distgrad.inline", {}).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+  ended.WaitForNotification();
+  EXPECT_NE(ended_on, served.load());
+}
+
 // With the one thread of the pool taken, only what the thread that reads messages runs itself is
 // answered.
 TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {

@@ -150,24 +150,34 @@ bool Server::RunsInline(const Request& request) const {
   return found != functions_.end() && found->second->is_inline;
 }
 
-void Server::LetGo(absl::string_view name, std::shared_ptr<const Function> function) {
+void Server::LetGo(absl::string_view name, std::shared_ptr<const Function> function,
+                   std::vector<at::Tensor> left) {
   if (function == nullptr || !function->is_inline) return;
   {
     absl::MutexLock lock(&mu_);
     const auto found = functions_.find(name);
-    if (found != functions_.end() && found->second == function) {
-      function = nullptr;  // as long as the other reference stands
-      return;
-    }
+    // This one is not the last while the other stands. Else it was unregistered meanwhile.
+    if (found != functions_.end() && found->second == function) function = nullptr;
   }
-  // It was unregistered meanwhile, and may own what is the user's.
-  parts_.pool.Schedule([function = std::move(function)]() mutable { function = nullptr; });
+  if (function == nullptr && left.empty()) return;
+  parts_.pool.Schedule([function = std::move(function), left = std::move(left)]() mutable {
+    function = nullptr;
+    left.clear();
+  });
 }
 
 void Server::Serve(Serving serving) {
   serving.call.Begin();
   absl::StatusOr<Message> reply = absl::InternalError("");
   try {
+    std::shared_ptr<const Function> function = FindFunction(serving.request.function);
+    const absl::Cleanup let_go = [&] {
+      try {
+        LetGo(serving.request.function, std::move(function),
+              std::move(serving.request.message.tensors));
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it ends here, then
+      }
+    };
     if (serving.request.cancellation->cancelled()) {
       return serving.call.Fail(serving.request.cancellation->why());
     }
@@ -175,13 +185,6 @@ void Server::Serve(Serving serving) {
     if (serving.request.deadline.Passed()) {
       return serving.call.Fail(absl::DeadlineExceededError("its time was over before it began"));
     }
-    std::shared_ptr<const Function> function = FindFunction(serving.request.function);
-    const absl::Cleanup let_go = [&] {
-      try {
-        LetGo(serving.request.function, std::move(function));
-      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it ends here, then
-      }
-    };
     serving.by_handler = function != nullptr && !function->is_own;
     if (function != nullptr && function->async_handler != nullptr) {
       return ServeLater(function->async_handler, std::make_shared<Serving>(std::move(serving)));

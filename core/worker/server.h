@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -80,8 +81,10 @@ class Server {
 
   // Whether running it takes less than handing it to another thread.
   bool RunsInline(const Request& request) const;
-  // Ends the use of an inline function, on another thread where this is the last one of it.
-  void LetGo(absl::string_view name, std::shared_ptr<const Function> function);
+  // Ends the use of an inline function, which has left these tensors of its request: on another
+  // thread, where the function may own what is its user's, or large ones take long to free.
+  void LetGo(absl::string_view name, std::shared_ptr<const Function> function,
+             std::vector<at::Tensor> left);
   void Serve(Serving serving);
   void ServeLater(const AsyncRequestHandler& handler, const std::shared_ptr<Serving>& serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
