@@ -2085,7 +2085,10 @@ TEST_P(PipelineReplicasTest, AStepThatHasAveragedAndIsForgottenFailsWithItsStep)
       ASSERT_EQ(other.Begin(step, backward, backward ? both : forward), absl::OkStatus());
       ASSERT_EQ(other.End(step).status(), absl::OkStatus());
     }
-    EXPECT_EQ(driver.End(1).status().code(), absl::StatusCode::kFailedPrecondition);
+    const absl::Status forgotten = driver.End(1).status();
+    EXPECT_EQ(forgotten.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(forgotten.message()),
+                HasSubstr("worker 'worker0' (0) has begun another step of pipeline 'model'"));
     ASSERT_EQ(driver.Begin(14, /*backward=*/true, both), absl::OkStatus());
     const absl::Status status = driver.Run(14);
     EXPECT_THAT(std::string(status.message()),

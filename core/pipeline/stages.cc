@@ -403,26 +403,18 @@ class PipelineStages::Impl {
           (IsOther(*step, next) && step->HoldsStages()) || (!has_same && step->busy());
       if (!conflicts) continue;
       return absl::FailedPreconditionError(
-          absl::StrCat("a step that ", NameOf(step->driver()), " has begun",
+          absl::StrCat("a step that worker ", worker_->Describe(step->driver()), " has begun",
                        has_same ? "" : ", with stages in other ranks,", " runs on worker '",
                        worker_->name(), "'; a stage runs one step at a time"));
     }
     return absl::OkStatus();
   }
 
-  // "worker 'front'".
-  std::string NameOf(WorkerRank driver) const {
-    for (const Member& member : worker_->members()) {
-      if (member.rank == driver) return absl::StrCat("worker '", member.name, "'");
-    }
-    return absl::StrCat("worker ", driver);
-  }
-
   // The end of a step whose stages have another one.
   absl::Status Replaced(const RankStep& by) const {
-    return absl::FailedPreconditionError(
-        absl::StrCat(NameOf(by.driver()), " has begun another step of pipeline '", name_,
-                     "' on worker '", worker_->name(), "' since: a stage runs one step at a time"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "worker ", worker_->Describe(by.driver()), " has begun another step of pipeline '", name_,
+        "' on worker '", worker_->name(), "' since: a stage runs one step at a time"));
   }
 
   int ThreadsOf(const StepPlan& plan) const {

@@ -238,6 +238,8 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsInFlight) {
   context.Release();
   EXPECT_EQ(worker(0).names(), (Names{"worker0", "worker2"}));
   EXPECT_EQ(worker(0).members()[1].rank, 2);
+  EXPECT_EQ(worker(0).Describe(1), "'worker1' (1)") << "it has left";
+  EXPECT_EQ(worker(0).Describe(7), "7");
   // What they agree on besides.
   ASSERT_TRUE(worker(0).store()->Set("test/key", "seen", Later()).ok());
   const absl::StatusOr<std::string> seen = worker(2).store()->Get("test/key", Later());
