@@ -607,15 +607,13 @@ absl::StatusOr<bool> Membership::DenyLoss() {
   constexpr absl::Time kNow = absl::InfinitePast();
   const std::string key = LostKey(self_.rank);
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
-  if (LossOf(self_, entry).is_lost) {
-    denial_is_unheard_ = true;
-    DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
-  } else if (!denial_is_unheard_) {
-    return false;
-  }
-  // Before it wakes them: what another thread says meanwhile is not heard by that.
-  denial_is_unheard_ = false;
+  const bool is_lost = LossOf(self_, entry).is_lost;
+  // Whoever takes this over says so again if it fails. What another thread has said, and may not
+  // have been heard, is that thread's: it may come to the store after those were woken here.
+  const bool was_unheard = denial_is_unheard_.exchange(false);
+  if (!is_lost && !was_unheard) return false;
   absl::Cleanup is_unheard = [this] { denial_is_unheard_ = true; };
+  if (is_lost) DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
   DG_RETURN_IF_ERROR(WakeBarriers(kNow));
   std::move(is_unheard).Cancel();
   return true;

@@ -254,7 +254,8 @@ class Membership {
   // The number of members, without the lost, at the last check; and whether one was lost.
   std::atomic<int> size_{0};
   std::atomic<bool> any_lost_{false};
-  // This member has denied that it is lost, and may not have woken those who would read that.
+  // This member has denied that it is lost, may not have woken those who would read that, and no
+  // thread is about to.
   std::atomic<bool> denial_is_unheard_{false};
 
   absl::Mutex mu_;

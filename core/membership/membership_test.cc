@@ -845,6 +845,43 @@ TEST_F(RunningJobTest, AWordIsHeardThoughItsStoreFoundNoMemoryWhenItHadCome) {
   }
 }
 
+// Writes the first denial of worker 1 when it may go on, and does not answer then. Thread-safe.
+class LateDenialStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (key != "lost/1" || held.HasBeenNotified()) {
+      return ForwardingStore::Set(key, value, deadline);
+    }
+    held.Notify();
+    go_on.WaitForNotification();
+    ForwardingStore::Set(key, value, deadline).IgnoreError();
+    return absl::DeadlineExceededError("the store does not answer");
+  }
+
+  absl::Notification held, go_on;
+};
+
+// What another thread has denied meanwhile, and woken those who would read it, was an earlier word.
+TEST_F(RunningJobTest, ADenialThatMayNotHaveBeenHeardIsSaidAgain) {
+  Start(2);
+  const auto late = std::make_shared<LateDenialStore>(store_);
+  Membership members(late, {.rank = 1, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://1").ok());
+  const std::string said =
+      absl::StrCat(members.Find("worker1", Later())->incarnation, " it was silent");
+  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+  std::thread slow([&] { EXPECT_FALSE(members.DenyLoss().ok()); });
+  late->held.WaitForNotification();
+  EXPECT_TRUE(members.DenyLoss().value());
+  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+  late->go_on.Notify();
+  slow.join();
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(), "");
+  EXPECT_TRUE(members.DenyLoss().value()) << "nobody was woken since";
+  EXPECT_FALSE(members.DenyLoss().value());
+}
+
 // Who finds no memory says it again.
 TEST_F(RunningJobTest, ALossThatFindsNoMemoryIsSaidAndTakenBack) {
   Start(2);
