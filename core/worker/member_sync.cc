@@ -82,9 +82,13 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
           return;
         }
         parts_.agent.SetLost(peer, incarnation, reason);
-        if (found.ok()) marked_[peer] = {incarnation, parts_.agent.LossOf(peer, incarnation)};
+        // From here on nothing of this is tried again.
+        if (found.ok()) {
+          const uint64_t loss = parts_.agent.LossOf(peer, incarnation);
+          AwaitMemory([&] { marked_[peer] = {incarnation, loss}; });
+        }
         // It may have connected just before that, and does not again.
-        parts_.agent.AskLost(peer, incarnation);
+        AwaitMemory([&] { parts_.agent.AskLost(peer, incarnation); });
       });
   std::move(is_not_asked_for).Cancel();
 }
