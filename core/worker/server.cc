@@ -150,15 +150,15 @@ bool Server::RunsInline(const Request& request) const {
   return found != functions_.end() && found->second->is_inline;
 }
 
-void Server::LetGo(absl::string_view name, std::shared_ptr<const Function> function,
-                   std::vector<at::Tensor> left) {
+void Server::LetGo(std::shared_ptr<const Function> function, Request& request) {
   if (function == nullptr || !function->is_inline) return;
   {
     absl::MutexLock lock(&mu_);
-    const auto found = functions_.find(name);
+    const auto found = functions_.find(request.function);
     // This one is not the last while the other stands. Else it was unregistered meanwhile.
     if (found != functions_.end() && found->second == function) function = nullptr;
   }
+  std::vector<at::Tensor>& left = request.message.tensors;
   if (function == nullptr && left.empty()) return;
   parts_.pool.Schedule([function = std::move(function), left = std::move(left)]() mutable {
     function = nullptr;
@@ -173,8 +173,7 @@ void Server::Serve(Serving serving) {
     std::shared_ptr<const Function> function = FindFunction(serving.request.function);
     const absl::Cleanup let_go = [&] {
       try {
-        LetGo(serving.request.function, std::move(function),
-              std::move(serving.request.message.tensors));
+        LetGo(std::move(function), serving.request);
       } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it ends here, then
       }
     };

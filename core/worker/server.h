@@ -6,7 +6,6 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
@@ -81,10 +80,9 @@ class Server {
 
   // Whether running it takes less than handing it to another thread.
   bool RunsInline(const Request& request) const;
-  // Ends the use of an inline function, which has left these tensors of its request: on another
-  // thread, where the function may own what is its user's, or large ones take long to free.
-  void LetGo(absl::string_view name, std::shared_ptr<const Function> function,
-             std::vector<at::Tensor> left);
+  // Ends the use of an inline function, and the tensors of the request that it has left: on another
+  // thread, for the function may own what is its user's, and large tensors take long to free.
+  void LetGo(std::shared_ptr<const Function> function, Request& request);
   void Serve(Serving serving);
   void ServeLater(const AsyncRequestHandler& handler, const std::shared_ptr<Serving>& serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
