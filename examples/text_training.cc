@@ -119,7 +119,8 @@ absl::Status TextTraining::Run(TextLearner& learner, const Save& save) {
   Task task(*this, learner);
   if (auto s = loop_.Run(task, save); !s.ok() || !loop_.leads()) return s;
   const std::string result = absl::StrFormat(
-      "test loss %.3f, %.1f %% of next characters right after %d steps in %.1f s (%.0f tokens/s)",
+      "test loss %.3f, %.1f %% of next characters right after %d steps in %.1f s (%.0f tokens/s "
+      "while training)",
       loop_.last().loss, 100 * loop_.last().accuracy, own_.steps, loop_.seconds(),
       loop_.items_per_second());
   const std::string sample = absl::StrCat(options_.output, "/sample.txt");

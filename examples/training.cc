@@ -92,11 +92,12 @@ absl::Status Training::Resume(int64_t steps) {
 absl::Status Training::Run(Learner& learner, const Save& save) {
   Task task(*this, learner);
   if (auto s = loop_.Run(task, save); !s.ok() || !loop_.leads()) return s;
-  loop_.PrintResults("Fashion-MNIST",
-                     absl::StrFormat("test accuracy %.2f %% after %d %s in %.1f s (%.0f images/s)",
-                                     100 * loop_.last().accuracy, options_.epochs,
-                                     options_.epochs == 1 ? "epoch" : "epochs", loop_.seconds(),
-                                     loop_.items_per_second()));
+  loop_.PrintResults(
+      "Fashion-MNIST",
+      absl::StrFormat("test accuracy %.2f %% after %d %s in %.1f s (%.0f images/s while training)",
+                      100 * loop_.last().accuracy, options_.epochs,
+                      options_.epochs == 1 ? "epoch" : "epochs", loop_.seconds(),
+                      loop_.items_per_second()));
   return absl::OkStatus();
 }
 

@@ -77,8 +77,13 @@ absl::Status TrainingLoop::RunRounds(TrainingTask& task, const Save& save) {
   while (step_ < plan_.steps) {
     if (auto s = RunRound(task, save, progress); !s.ok()) return s;
   }
-  if (!is_over || !leads()) return absl::OkStatus();
+  return is_over && leads() ? Evaluate(task) : absl::OkStatus();
+}
+
+absl::Status TrainingLoop::Evaluate(TrainingTask& task) {
+  const absl::Time began = screen_.now();
   const absl::StatusOr<TrainingTask::Evaluation> evaluation = task.Evaluate();
+  evaluated_for_ += screen_.now() - began;
   if (evaluation.ok()) last_ = *evaluation;
   return evaluation.status();
 }
@@ -153,9 +158,7 @@ absl::Status TrainingLoop::RunRound(TrainingTask& task, const Save& save, Progre
   if (!leads()) return absl::OkStatus();
   const double took = seconds() - began;
 
-  absl::StatusOr<TrainingTask::Evaluation> evaluation = task.Evaluate();
-  if (!evaluation.ok()) return evaluation.status();
-  last_ = *evaluation;
+  if (auto s = Evaluate(task); !s.ok()) return s;
   ReportRow row = NewRow();
   row.test_loss = last_.loss;
   row.test_accuracy = last_.accuracy;
@@ -190,7 +193,8 @@ ReportRow TrainingLoop::NewRow() const {
 double TrainingLoop::seconds() const { return absl::ToDoubleSeconds(screen_.now() - start_); }
 
 double TrainingLoop::items_per_second() const {
-  return static_cast<double>(items_ - resumed_items_) / seconds();
+  const double trained_for = seconds() - absl::ToDoubleSeconds(evaluated_for_);
+  return static_cast<double>(items_ - resumed_items_) / trained_for;
 }
 
 }  // namespace distgrad

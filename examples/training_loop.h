@@ -80,7 +80,7 @@ class TrainingLoop {
   int64_t step() const { return step_; }
   const TrainingTask::Evaluation& last() const { return last_; }  // the last evaluation
   double seconds() const;
-  double items_per_second() const;
+  double items_per_second() const;  // of the time without evaluations
 
  private:
   TrainingLoop(const Options& options, TrainingPlan plan, ReportStyle style,
@@ -88,6 +88,7 @@ class TrainingLoop {
 
   absl::Status RunRounds(TrainingTask& task, const Save& save);
   absl::Status RunRound(TrainingTask& task, const Save& save, ProgressBar& progress);
+  absl::Status Evaluate(TrainingTask& task);
   // Starts as many steps as may run, but none behind step `end`, or the next that is saved.
   absl::Status StartSteps(TrainingTask& task, bool saves, int64_t end);
   // Of the step behind so many others: it rises to the highest one in the first steps, for large
@@ -104,6 +105,7 @@ class TrainingLoop {
   std::optional<Report> report_;  // with kLead
   Screen screen_;
   absl::Time start_;
+  absl::Duration evaluated_for_;
   int64_t step_ = 0;     // how many were taken
   int64_t started_ = 0;  // those and what runs
   int64_t saved_ = 0;    // the step of the last checkpoint

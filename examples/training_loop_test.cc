@@ -1,11 +1,16 @@
-// The learning rates of a run's steps.
+// The learning rates of a run's steps, and its speed.
 #include "examples/training_loop.h"
+
+#include <stdlib.h>
 
 #include <cstdint>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -25,23 +30,31 @@ class RecordingTask : public TrainingTask {
   }
   int most_in_flight() const override { return 2; }
   absl::StatusOr<StepResult> Finish() override { return StepResult{/*loss=*/1, /*items=*/1}; }
-  absl::StatusOr<Evaluation> Evaluate() override { return Evaluation{}; }
+  absl::StatusOr<Evaluation> Evaluate() override {
+    absl::SleepFor(evaluation_takes);
+    return Evaluation{};
+  }
   bool interrupted() const override { return false; }
 
   std::vector<double> learning_rates;
+  absl::Duration evaluation_takes;
 };
+
+TrainingPlan EightSteps(double warm_up) {
+  return {.steps = 8,
+          .steps_per_round = 4,
+          .label = [](int64_t) { return "round"; },
+          .items = [](int64_t steps) { return steps; },
+          .items_per_epoch = 4,
+          .warm_up = warm_up};
+}
 
 // Those of the steps behind so many.
 std::vector<double> LearningRates(double warm_up, int64_t behind = 0) {
   Options options;
   options.learning_rate = 2;
-  TrainingPlan plan = {.steps = 8,
-                       .steps_per_round = 4,
-                       .label = [](int64_t) { return "round"; },
-                       .items = [](int64_t steps) { return steps; },
-                       .items_per_epoch = 4,
-                       .warm_up = warm_up};
-  TrainingLoop loop = *TrainingLoop::Create(options, plan, {}, TrainingLoop::Role::kFollow);
+  TrainingLoop loop =
+      *TrainingLoop::Create(options, EightSteps(warm_up), {}, TrainingLoop::Role::kFollow);
   if (behind > 0) EXPECT_EQ(loop.Resume(behind), absl::OkStatus());
   RecordingTask task;
   EXPECT_EQ(loop.Run(task, nullptr), absl::OkStatus());
@@ -63,6 +76,20 @@ TEST(TrainingLoopTest, ARunThatGoesOnHasTheLearningRatesOfOneThatDidNotStop) {
   const std::vector<double> all = LearningRates(/*warm_up=*/0.5);
   EXPECT_THAT(LearningRates(/*warm_up=*/0.5, /*behind=*/2),
               ElementsAreArray(all.begin() + 2, all.end()));
+}
+
+// Those of short runs would be that of the evaluations, which are the same with any pipeline.
+TEST(TrainingLoopTest, EvaluationsDoNotCountInTheSpeed) {
+  Options options;
+  options.output = absl::StrCat(getenv("TEST_TMPDIR"), "/speed");
+  TrainingLoop loop =
+      *TrainingLoop::Create(options, EightSteps(/*warm_up=*/0), {}, TrainingLoop::Role::kLead);
+  RecordingTask task;
+  task.evaluation_takes = absl::Milliseconds(500);
+  ASSERT_EQ(loop.Run(task, nullptr), absl::OkStatus());
+  const double seconds = loop.seconds();
+  EXPECT_GE(seconds, 1) << "two evaluations";
+  EXPECT_GT(loop.items_per_second() * seconds, 8);
 }
 
 }  // namespace

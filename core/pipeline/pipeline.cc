@@ -24,7 +24,6 @@
 #include "absl/time/time.h"
 #include "core/base/cancellation.h"
 #include "core/base/future.h"
-#include "core/base/origin.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/base/thread.h"
@@ -192,10 +191,11 @@ bool AskAgainWhereFull(std::map<int, Future<Message>>& answers,
 
 struct PipelineStep::Running {
   Running(Pipeline* pipeline, Worker* worker, const std::string& name, const Schedule& schedule,
-          Deadline deadline)
+          Deadline deadline, bool has_default_deadline)
       : pipeline(pipeline),
         schedule(schedule),
         deadline(deadline),
+        has_default_deadline(has_default_deadline),
         calls(worker, name, deadline, cancellation) {}
 
   // Reads what the ranks have answered.
@@ -204,6 +204,7 @@ struct PipelineStep::Running {
   Pipeline* const pipeline;
   const Schedule& schedule;
   const Deadline deadline;
+  const bool has_default_deadline;
   const uint64_t step = RandomNumber();
   const std::shared_ptr<Cancellation> cancellation = std::make_shared<Cancellation>();
   StepCalls calls;
@@ -390,6 +391,9 @@ void Pipeline::Forget(uint64_t step) {
 absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Context& context,
                                              Tensors inputs, Tensors targets, Deadline deadline,
                                              bool alone) {
+  // One for all calls of the step: each would have its own.
+  const bool has_default_deadline = deadline == absl::InfinitePast();
+  if (has_default_deadline) deadline = worker_->DefaultDeadline();
   uint64_t follows = 0;
   DG_RETURN_IF_ERROR(BeginStart(alone, &follows));
   const absl::Cleanup end = [this] {
@@ -403,8 +407,8 @@ absl::StatusOr<PipelineStep> Pipeline::Start(const Schedule& schedule, const Con
     absl::StatusOr<MicroBatches> cut = Cut(inputs, targets, count, schedule.backward);
     if (!cut.ok()) return Annotate(cut.status(), who);
     DG_RETURN_IF_ERROR(TellAgain(deadline));
-    auto running =
-        std::make_unique<PipelineStep::Running>(this, worker_, options_.name, schedule, deadline);
+    auto running = std::make_unique<PipelineStep::Running>(this, worker_, options_.name, schedule,
+                                                           deadline, has_default_deadline);
     const bool mean = options_.reduction == PipelineOptions::Reduction::kMean;
     int64_t batch = 0;
     for (const int64_t size : cut->sizes) batch += size;
@@ -540,7 +544,7 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
       // The cause, where a rank could only say that it was told to end.
       if (const absl::Status before = Before(step.step); !before.ok()) ran = before;
       EndFollowers(step.step, ran);
-      return Explain(ran, step.schedule, step.step, step.deadline);
+      return Explain(ran, step);
     }
     absl::MutexLock lock(&mu_);
     untold_.erase(untold_.lower_bound({step.step, 0}),
@@ -551,14 +555,9 @@ absl::StatusOr<PipelineResult> Pipeline::Finish(PipelineStep::Running& step) {
   }
 }
 
-absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                               Deadline deadline) {
-  const bool is_default = deadline == absl::InfinitePast();
-  // Where it is a stage's own deadline that has passed, another worker says so, or its function.
-  const std::optional<ErrorOrigin> origin = OriginOf(failure);
-  const bool is_late =
-      absl::IsDeadlineExceeded(failure) &&
-      (!origin.has_value() || *origin == ErrorOrigin{worker_->rank(), ErrorOrigin::By::kDistgrad});
+absl::Status Pipeline::Explain(const absl::Status& failure, const PipelineStep::Running& running) {
+  const Schedule& schedule = running.schedule;
+  const uint64_t step = running.step;
   Deadline until = Deadline::After(kPatience);
   const auto ref_of = [&](int rank) {
     return StepRef{step, FirstStage(schedule.rank_of_stage, rank)};
@@ -570,8 +569,11 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
       states.push_back(Ask(kDescribe, rank, EncodeStepRef(ref_of(rank)), until));
     }
   }
-  if (is_default && !is_late) until = deadline;
-  if (!is_default) until = std::max(until, deadline);
+  // A stage's own deadline may be what has failed, long before that of the step.
+  if (!running.deadline.Passed()) {
+    until = std::max(until,
+                     running.has_default_deadline ? worker_->DefaultDeadline() : running.deadline);
+  }
   // All are asked before any is waited for: one that does not answer takes no time from the others.
   // One that has no step is told, for it may not have been started yet, and keep its stages. One
   // that averages fails its averages, before this step can be taken again.
@@ -583,10 +585,9 @@ absl::Status Pipeline::Explain(const absl::Status& failure, const Schedule& sche
   // the context is released, or the next step of this Pipeline begins.
   std::map<int, Future<Message>> ends;
   const std::vector<std::set<int>> stages = StagesThatStep(schedule);
-  const bool by_default = until == absl::InfinitePast();
-  const Deadline served = by_default ? until : std::max(until, Deadline::After(kEndIsServed));
+  const Deadline served = std::max(until, Deadline::After(kEndIsServed));
   const auto answer_of = [&](const Future<Message>& end) -> absl::StatusOr<Message> {
-    if (by_default || end.WaitUntil(until)) return end.Wait();
+    if (end.WaitUntil(until)) return end.Wait();
     return absl::DeadlineExceededError("no answer before the deadline");
   };
   const auto end_of = [&](int rank) {

@@ -166,8 +166,7 @@ class Pipeline {
   // none of them is in it, and none begins it any more; and until the ranks that average over
   // replicas (untold_) have failed their averages. Names those of which it does not know that, and
   // leaves them in untold_.
-  absl::Status Explain(const absl::Status& failure, const Schedule& schedule, uint64_t step,
-                       Deadline deadline);
+  absl::Status Explain(const absl::Status& failure, const PipelineStep::Running& running);
   // Tells those in untold_ once more.
   absl::Status TellAgain(Deadline deadline);
   // An error where a rank that begins a step has an averager of forgotten_, which is told first.

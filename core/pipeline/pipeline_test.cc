@@ -45,9 +45,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/base/origin.h"
 #include "core/base/processors.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "core/parallel/process_group/process_group.h"
@@ -1083,42 +1085,107 @@ TEST_P(PipelineTest, AStageThatWouldStepAfterAStepHasFailedDoesNot) {
   EXPECT_FALSE(front_steps);
 }
 
-// A stage's own deadline is not that of the step: there is time to wait for those that step.
+// A stage's own deadline is not that of the step: there is time to wait for those that step, also
+// where it is a stage on the driver's worker.
 TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
-  Cluster cluster(Workers(2));
+  for (const int driver : {0, 1}) {
+    SCOPED_TRACE(driver);
+    Cluster cluster(Workers(2));
+    const EqualLayers layers(2);
+    absl::Notification steps, returned;
+    const CallOnTheWayBack::Call fails = [&] {
+      steps.WaitForNotification();
+      throw StatusError(absl::DeadlineExceededError("the disk is slow"));
+    };
+    std::vector<std::map<int, PipelineStage>> own(2);
+    own[0][0] = {.forward = [&](Tensors in) -> Tensors {
+                   return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &fails)};
+                 },
+                 .step = [](const Context&) { return absl::OkStatus(); }};
+    own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
+                 .loss = Loss,
+                 .step =
+                     [&](const Context&) {
+                       steps.Notify();
+                       // Longer than what is left once the deadline of a step has passed.
+                       returned.WaitForNotificationWithTimeout(absl::Milliseconds(2500));
+                       return absl::OkStatus();
+                     }};
+    const auto stages = CreateStages(cluster, std::move(own));
+    const Schedule schedule = WithSteps(*GPipe(2, 1));
+    const auto pipeline = Pipeline::Create(
+        &cluster[driver], {.name = "model", .workers = Names(2), .schedule = schedule});
+    ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+    const Context context = cluster[driver].NewContext();
+    const absl::Status status =
+        (*pipeline)->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+    returned.Notify();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr("the disk is slow"),
+                      HasSubstr("stage 1 on worker 'worker1' has stepped: ")));
+  }
+}
+
+// Each worker lets the step wait for less than that, and both together for more.
+TEST_P(PipelineTest, TheDefaultDeadlineIsOneForAllCallsOfAStep) {
+  ClusterOptions options = Workers(2);  // with one thread each
+  options.timeout = absl::Seconds(2);
+  Cluster cluster(options);
   const EqualLayers layers(2);
-  absl::Notification steps, returned;
-  const CallOnTheWayBack::Call fails = [&] {
-    steps.WaitForNotification();
-    throw StatusError(absl::DeadlineExceededError("the disk is slow"));
-  };
-  std::vector<std::map<int, PipelineStage>> own(2);
-  own[0][0] = {.forward = [&](Tensors in) -> Tensors {
-                 return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &fails)};
-               },
-               .step = [](const Context&) { return absl::OkStatus(); }};
-  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
-               .loss = Loss,
-               .step =
-                   [&](const Context&) {
-                     steps.Notify();
-                     // Longer than what is left once the deadline of a step has passed.
-                     returned.WaitForNotificationWithTimeout(absl::Milliseconds(2500));
-                     return absl::OkStatus();
-                   }};
-  const auto stages = CreateStages(cluster, std::move(own));
-  const Schedule schedule = WithSteps(*GPipe(2, 1));
-  const auto pipeline =
-      Pipeline::Create(&cluster[1], {.name = "model", .workers = Names(2), .schedule = schedule});
-  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
-  const Context context = cluster[1].NewContext();
-  const absl::Status status =
-      (*pipeline)->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
-  returned.Notify();
-  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  EXPECT_THAT(
-      std::string(status.message()),
-      AllOf(HasSubstr("the disk is slow"), HasSubstr("stage 1 on worker 'worker1' has stepped: ")));
+  const auto stages = MakeStages(
+      cluster, {0, 1}, [&](int s, Tensors in) { return layers.Forward(s, std::move(in)); });
+  absl::Notification failed;
+  absl::BlockingCounter begun(2);
+  std::vector<Future<Message>> busy;
+  for (const int rank : {0, 1}) {
+    const auto wait = [&, rank](Request&) -> absl::StatusOr<Message> {
+      begun.DecrementCount();
+      failed.WaitForNotificationWithTimeout(options.timeout * (rank == 0 ? 0.75 : 1.5));
+      return Message{};
+    };
+    ASSERT_TRUE(cluster[rank].Register("wait", wait).ok());
+    busy.push_back(cluster[0].CallAsync(WorkerName(rank), "wait", {},
+                                        {.deadline = Deadline::After(absl::Seconds(60))}));
+  }
+  begun.Wait();
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const Context context = cluster[0].NewContext();
+  EXPECT_EQ(pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status().code(),
+            absl::StatusCode::kDeadlineExceeded);
+  failed.Notify();
+  for (const Future<Message>& call : busy) EXPECT_TRUE(call.Wait().ok());
+}
+
+// A stage's functions are handlers, also where they run for the second time; and so is a recorder.
+TEST_P(PipelineTest, TheOriginOfAnErrorIsWhoseFunctionItWas) {
+  const ErrorOrigin handler{0, ErrorOrigin::By::kHandler};
+  for (const bool in_recorder : {false, true}) {
+    SCOPED_TRACE(in_recorder);
+    Cluster cluster(Workers(1));
+    const EqualLayers layers(1);
+    int calls = 0;
+    const auto forward = [&](Tensors in) {
+      if (++calls == 2) throw StatusError(absl::NotFoundError("gone"));
+      return layers.Forward(0, std::move(in));
+    };
+    const auto record = [in_recorder](const StageSpan& span) {
+      if (in_recorder && span.action.kind == Action::Kind::kForward) {
+        throw StatusError(absl::NotFoundError("gone"));
+      }
+    };
+    const auto stages = PipelineStages::Create(
+        &cluster[0], "model", {{0, {.forward = forward, .loss = Loss, .recompute = true}}},
+        {.on_action = record});
+    ASSERT_TRUE(stages.ok()) << stages.status();
+    const Context context = cluster[0].NewContext();
+    const absl::Status status = MakePipeline(cluster, *GPipe(1, 1))
+                                    ->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})})
+                                    .status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+    EXPECT_EQ(calls, in_recorder ? 1 : 2);
+    EXPECT_EQ(OriginOf(status), handler);
+  }
 }
 
 // It is the recorder that has failed.

@@ -777,7 +777,14 @@ absl::Status RankStep::Recompute(Cell cell) {
   DG_ASSIGN_OR_RETURN(const auto given, Take(given_, cell));
   DG_RETURN_IF_ERROR(CheckGiven(given));
   const CallModesScope modes(this->modes());
-  DG_ASSIGN_OR_RETURN(const Tensors outputs, run->second.Recompute());
+  absl::StatusOr<Tensors> recomputed;
+  try {
+    recomputed = run->second.Recompute();
+  } catch (...) {
+    return WithOrigin(StatusFromException(std::current_exception()),
+                      {worker_->rank(), ErrorOrigin::By::kHandler});
+  }
+  DG_ASSIGN_OR_RETURN(const Tensors outputs, std::move(recomputed));
   DG_RETURN_IF_ERROR(CheckGiven(given));
   if (!IsLast(cell.first)) {
     // Two draws of two threads may have changed places: the generators know nothing of that.
@@ -1019,7 +1026,8 @@ absl::Status RankStep::Follow(const Action& action) {
       on_action_({plan_.rank, plan_.step, action, begin, absl::Now()});
     }
   } catch (...) {
-    status.Update(StatusFromException(std::current_exception()));
+    status.Update(WithOrigin(StatusFromException(std::current_exception()),
+                             {worker_->rank(), ErrorOrigin::By::kHandler}));
   }
   return Annotate(status, absl::StrCat(ToString(action), " on worker '", worker_->name(), "'"));
 }

@@ -49,6 +49,12 @@ StepRef ReadRef(WireReader& reader) {
   return {step, ReadNumber(reader)};
 }
 
+// Without backward a step has no gradients, and may have no context, which the others need.
+bool IsOfForward(Action::Kind kind) {
+  return kind == Action::Kind::kForward || kind == Action::Kind::kSendActivation ||
+         kind == Action::Kind::kReceiveActivation;
+}
+
 }  // namespace
 
 int FirstStage(const std::vector<int>& rank_of_stage, int rank) {
@@ -111,7 +117,8 @@ absl::StatusOr<StepPlan> DecodePlan(absl::string_view bytes) {
   for (const Action& action : plan.list) {
     good = good && static_cast<int>(action.kind) < Action::kKinds && action.stage >= 0 &&
            action.stage < plan.stages() && plan.rank_of_stage[action.stage] == plan.rank &&
-           action.micro_batch >= 0 && action.micro_batch < plan.micro_batches;
+           action.micro_batch >= 0 && action.micro_batch < plan.micro_batches &&
+           (plan.backward || IsOfForward(action.kind));
   }
   if (!good) {
     return absl::InvalidArgumentError(absl::StrCat(kWhat, " has numbers that do not fit together"));

@@ -161,6 +161,18 @@ TEST(StepPlanTest, WhatDoesNotFitTogetherIsRefused) {
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.list[0].stage = 0; }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.list[0].micro_batch = 3; }));
   EXPECT_TRUE(refused([](StepPlan& plan) { plan.list[0].kind = static_cast<Action::Kind>(9); }));
+  // Without backward there may be no context, of which these take gradients.
+  EXPECT_TRUE(refused([](StepPlan& plan) { plan.backward = false; }));
+  const auto alone = [&](Action::Kind kind) {
+    return refused([kind](StepPlan& plan) {
+      plan.backward = false;
+      plan.list = {{kind, 1, 0}};
+    });
+  };
+  EXPECT_FALSE(alone(Action::Kind::kForward));
+  EXPECT_FALSE(alone(Action::Kind::kReceiveActivation));
+  EXPECT_TRUE(alone(Action::Kind::kBackwardWeight));
+  EXPECT_TRUE(alone(Action::Kind::kStep));
 }
 
 // Whatever stands in the bytes, it is read or refused.

@@ -41,6 +41,7 @@ std::vector<std::string> Worker::names() const {
   return names;
 }
 std::vector<Member> Worker::members() const { return impl_->members(); }
+Deadline Worker::DefaultDeadline() const { return impl_->DefaultDeadline(); }
 std::string Worker::Describe(WorkerRank worker) const { return impl_->agent().Describe(worker); }
 absl::Status Worker::Register(std::string function, Handler handler) {
   return impl_->server().Register(std::move(function), {.handler = std::move(handler)});

@@ -83,6 +83,8 @@ class Worker {
   int world_size() const;
   std::vector<std::string> names() const;
   std::vector<Member> members() const;
+  // Returns now plus WorkerOptions::timeout, the deadline of what has none of its own.
+  Deadline DefaultDeadline() const;
   // Returns "'name' (rank)", for messages; of a rank that it does not know, the rank.
   std::string Describe(WorkerRank worker) const;
   // Reads the members from the store, and waits for that.
