@@ -396,8 +396,9 @@ void RankStep::OnStop() {
     const bool never_runs = state_ == State::kBegun;
     if (!Advance(Event::kStop)) return;
     promise.swap(promise_);
-    // What one has that runs ends with its list, on its thread: this may be the one that reads
-    // messages, as where another rank's error comes, and what was delivered may be large.
+    // What one has that runs ends with its list, on its thread, or in End(): this may be the one
+    // that reads messages, as where another rank's error comes, and what was delivered may be
+    // large.
     if (never_runs) {
       delivered.swap(delivered_);
       context = std::move(context_);
@@ -411,11 +412,14 @@ Future<Message> RankStep::End(const absl::Status& why) {
   Stop(why);
   OnStop();  // another thread may have begun to stop it, and not have come so far
   bool ran = false, runs = false;
+  DeliveredParcels delivered;  // ends outside the lock
   {
     absl::MutexLock lock(&mu_);
     error_.Update(why);
     ran = ran_;
     runs = state_ == State::kStopping;
+    // Its thread may hang in the function of an earlier step.
+    if (over()) delivered.swap(delivered_);
   }
   // Its list may have ended well before, or end well at this moment: nothing else tells the
   // replicas then. What has stopped one that runs is the cause; what came later is not.

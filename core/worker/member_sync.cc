@@ -81,8 +81,8 @@ void MemberSync::OnUnreachable(WorkerRank peer, Incarnation incarnation, const a
         } else if (!absl::IsUnavailable(found.status())) {
           return;
         }
-        parts_.agent.SetLost(peer, incarnation, reason);
-        // From here on nothing of this is tried again.
+        // The loss has been told, and from here on nothing of this is tried again.
+        AwaitMemory([&] { parts_.agent.SetLost(peer, incarnation, reason); });
         if (found.ok()) {
           const uint64_t loss = parts_.agent.LossOf(peer, incarnation);
           AwaitMemory([&] { marked_[peer] = {incarnation, loss}; });
