@@ -55,7 +55,9 @@ std::vector<double> LearningRates(double warm_up, int64_t behind = 0) {
   options.learning_rate = 2;
   TrainingLoop loop =
       *TrainingLoop::Create(options, EightSteps(warm_up), {}, TrainingLoop::Role::kFollow);
-  if (behind > 0) EXPECT_EQ(loop.Resume(behind), absl::OkStatus());
+  if (behind > 0) {
+    EXPECT_EQ(loop.Resume(behind), absl::OkStatus());
+  }
   RecordingTask task;
   EXPECT_EQ(loop.Run(task, nullptr), absl::OkStatus());
   return task.learning_rates;
