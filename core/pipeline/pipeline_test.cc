@@ -1157,33 +1157,6 @@ TEST_P(PipelineTest, TheDefaultDeadlineIsOneForAllCallsOfAStep) {
   for (const Future<Message>& call : busy) EXPECT_TRUE(call.Wait().ok());
 }
 
-// Its thread comes to it when the function of the step before returns, if ever.
-TEST_P(PipelineTest, WhatHadComeForAStepThatIsOverEndsThoughItsThreadHangs) {
-  Cluster cluster(Workers(1));
-  const EqualLayers layers(1);
-  absl::Notification go_on, ended;
-  const auto stages = MakeStages(cluster, {0}, [&](int s, Tensors in) {
-    go_on.WaitForNotification();
-    return layers.Forward(s, std::move(in));
-  });
-  const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
-  std::vector<float> values(size_t{4} * 16);
-  for (const bool hangs_before : {false, true}) {
-    at::Tensor input = hangs_before
-                           ? at::from_blob(values.data(), {4, 16}, [&](void*) { ended.Notify(); })
-                           : at::randn({4, 16});
-    const Context context = cluster[0].NewContext();
-    EXPECT_EQ(pipeline
-                  ->Train(context, {std::move(input)}, {at::randn({4, 16})},
-                          Deadline::After(absl::Milliseconds(100)))
-                  .status()
-                  .code(),
-              absl::StatusCode::kDeadlineExceeded);
-  }
-  EXPECT_TRUE(ended.WaitForNotificationWithTimeout(absl::Seconds(20)));
-  go_on.Notify();
-}
-
 // A stage's functions are handlers, also where they run for the second time; and so is a recorder.
 TEST_P(PipelineTest, TheOriginOfAnErrorIsWhoseFunctionItWas) {
   const ErrorOrigin handler{0, ErrorOrigin::By::kHandler};
