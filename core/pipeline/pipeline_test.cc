@@ -1004,6 +1004,21 @@ TEST_P(PipelineTest, AStageWithoutAFunctionForItsStepIsNamed) {
   EXPECT_EQ(forwards, 0);
 }
 
+// Two stages: the front calls `fails` on the way back, and the back steps by `step` meanwhile.
+std::vector<std::map<int, PipelineStage>> FrontThatFails(
+    const EqualLayers& layers, const CallOnTheWayBack::Call* fails,
+    std::function<absl::Status(const Context&)> step) {
+  std::vector<std::map<int, PipelineStage>> stages(2);
+  stages[0][0] = {.forward = [&layers, fails](Tensors in) -> Tensors {
+                    return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], fails)};
+                  },
+                  .step = [](const Context&) { return absl::OkStatus(); }};
+  stages[1][1] = {.forward = [&layers](Tensors in) { return layers.Forward(1, std::move(in)); },
+                  .loss = Loss,
+                  .step = std::move(step)};
+  return stages;
+}
+
 // The back steps while the front still goes backward, and fails. The caller may look at the
 // parameters, or save them, once Train() has returned.
 TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
@@ -1015,21 +1030,13 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNoStageStepsAnyMore) {
     throw std::runtime_error("no gradient today");
   };
   std::atomic<bool> ends_late{false};
-  std::vector<std::map<int, PipelineStage>> own(2);
-  own[0][0] = {.forward = [&](Tensors in) -> Tensors {
-                 return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &fails)};
-               },
-               .step = [](const Context&) { return absl::OkStatus(); }};
-  own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
-               .loss = Loss,
-               .step =
-                   [&](const Context&) {
-                     steps.Notify();
-                     // Train() would return at once if it did not wait for this function.
-                     ends_late = returned.WaitForNotificationWithTimeout(absl::Milliseconds(300));
-                     return absl::OkStatus();
-                   }};
-  auto stages = CreateStages(cluster, std::move(own));
+  const auto step = [&](const Context&) {
+    steps.Notify();
+    // Train() would return at once if it did not wait for this function.
+    ends_late = returned.WaitForNotificationWithTimeout(absl::Milliseconds(300));
+    return absl::OkStatus();
+  };
+  auto stages = CreateStages(cluster, FrontThatFails(layers, &fails, step));
   const Schedule schedule = WithSteps(*GPipe(2, 1));
   const auto pipeline = MakePipeline(cluster, schedule);
   const Context context = cluster[0].NewContext();
@@ -1097,21 +1104,13 @@ TEST_P(PipelineTest, ADeadlineOfAStagesOwnLeavesTimeForTheSteps) {
       steps.WaitForNotification();
       throw StatusError(absl::DeadlineExceededError("the disk is slow"));
     };
-    std::vector<std::map<int, PipelineStage>> own(2);
-    own[0][0] = {.forward = [&](Tensors in) -> Tensors {
-                   return {CallOnTheWayBack::apply(layers.Forward(0, std::move(in))[0], &fails)};
-                 },
-                 .step = [](const Context&) { return absl::OkStatus(); }};
-    own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
-                 .loss = Loss,
-                 .step =
-                     [&](const Context&) {
-                       steps.Notify();
-                       // Longer than what is left once the deadline of a step has passed.
-                       returned.WaitForNotificationWithTimeout(absl::Milliseconds(2500));
-                       return absl::OkStatus();
-                     }};
-    const auto stages = CreateStages(cluster, std::move(own));
+    const auto step = [&](const Context&) {
+      steps.Notify();
+      // Longer than what is left once the deadline of a step has passed.
+      returned.WaitForNotificationWithTimeout(absl::Milliseconds(2500));
+      return absl::OkStatus();
+    };
+    const auto stages = CreateStages(cluster, FrontThatFails(layers, &fails, step));
     const Schedule schedule = WithSteps(*GPipe(2, 1));
     const auto pipeline = Pipeline::Create(
         &cluster[driver], {.name = "model", .workers = Names(2), .schedule = schedule});

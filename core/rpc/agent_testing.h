@@ -73,7 +73,8 @@ class TestService : public AgentService {
   std::deque<IncomingCall> kept_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> notices_ ABSL_GUARDED_BY(mu_), late_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, absl::Status> lost_ ABSL_GUARDED_BY(mu_);
-  std::vector<uint64_t> revived_ ABSL_GUARDED_BY(mu_);  // the losses that are over
+  // The losses that are over; in what needs memory, as does what a worker keeps of them.
+  std::vector<uint64_t> revived_ ABSL_GUARDED_BY(mu_);
   absl::AnyInvocable<void()> on_lost_ ABSL_GUARDED_BY(mu_), on_events_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
