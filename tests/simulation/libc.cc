@@ -85,6 +85,7 @@ using namespace distgrad::simulation;  // NOLINT: what follows is libc's
 DG_DECLARE(int, pthread_create, pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
 DG_DECLARE(int, pthread_join, pthread_t, void**);
 DG_DECLARE(int, pthread_detach, pthread_t);
+DG_DECLARE(int, pthread_setname_np, pthread_t, const char*);
 DG_DECLARE(int, pthread_mutex_lock, pthread_mutex_t*);
 DG_DECLARE(int, pthread_mutex_unlock, pthread_mutex_t*);
 DG_DECLARE(int, pthread_cond_wait, pthread_cond_t*, pthread_mutex_t*);
@@ -122,6 +123,12 @@ int simulated_pthread_join(pthread_t thread, void** result) {
 int simulated_pthread_detach(pthread_t thread) {
   if (OnThread()) DetachThread(thread);
   return DG_REAL(pthread_detach)(thread);
+}
+
+int simulated_pthread_setname_np(pthread_t thread, const char* name) {
+  if (!OnThread()) return DG_REAL(pthread_setname_np)(thread, name);
+  NameThread(thread, name);
+  return 0;
 }
 
 // --------------------------------------------------------------------------------------- Locks

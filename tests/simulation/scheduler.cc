@@ -3,11 +3,10 @@
 
 #include <errno.h>
 #include <execinfo.h>
-#include <linux/futex.h>
 #include <malloc.h>
 #include <signal.h>
 #include <stdio.h>
-#include <sys/prctl.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -15,14 +14,17 @@
 #include <atomic>
 #include <vector>
 
+#include "tests/simulation/fiber.h"
+
 namespace distgrad::simulation {
 namespace {
 
-// Of all but `go` and `dump` the thread that has the baton is the only user.
+// The thread that has the baton is the only user of all of them.
 struct Thread {
   uint64_t id = 0;
-  std::atomic<uint32_t> go{0};  // a futex: the baton is this thread's
-  std::atomic<bool> dump{false};
+  char name[16] = "";
+  Fiber fiber;
+  bool dump = false;
 
   bool ready = true, over = false, timed_out = false;
   Wait wait = Wait::kNothing;
@@ -32,9 +34,10 @@ struct Thread {
   int64_t not_before = 0;  // stands still
 
   pthread_t pthread{};
-  std::atomic<pid_t> tid{0};
+  std::atomic<pid_t> tid{0};  // which the thread itself sets
   void* (*function)(void*) = nullptr;
   void* argument = nullptr;
+  void* result = nullptr;
 };
 
 struct Simulation {
@@ -53,11 +56,6 @@ struct Simulation {
 Simulation* simulation = nullptr;
 thread_local Thread* self = nullptr;
 thread_local int must_start = 0;
-
-long Futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
-  return RealLibc().syscall(SYS_futex, reinterpret_cast<long>(word), operation | FUTEX_PRIVATE_FLAG,
-                            value, 0, 0, 0);
-}
 
 void Mix(uint64_t number) {
   uint64_t& hash = simulation->course.hash;
@@ -87,16 +85,10 @@ const char* NameOf(Wait wait) {
   return "?";
 }
 
-void Give(Thread* next) {
-  next->go.store(1, std::memory_order_release);
-  Futex(&next->go, FUTEX_WAKE, 1);
-}
-
 void PrintSelf() {
-  char name[16] = "";
-  prctl(PR_GET_NAME, name);
   dprintf(2, "simulation: thread %llu '%s': %s%s %p", static_cast<unsigned long long>(self->id),
-          name, self->ready ? "could go on, after " : "waits for ", NameOf(self->wait), self->what);
+          self->name, self->ready ? "could go on, after " : "waits for ", NameOf(self->wait),
+          self->what);
   if (self->until != kNever) dprintf(2, " until %.6f s", static_cast<double>(self->until) * 1e-9);
   dprintf(2, "\n");
   void* frames[48];
@@ -104,20 +96,22 @@ void PrintSelf() {
   backtrace_symbols_fd(frames, count, 2);
 }
 
-void AwaitBaton() {
-  while (true) {
-    while (self->go.load(std::memory_order_acquire) == 0) Futex(&self->go, FUTEX_WAIT, 0);
-    self->go.store(0, std::memory_order_relaxed);
-    if (!self->dump.exchange(false)) break;
+// On a thread that has got the baton.
+void OnBaton() {
+  while (self->dump) {
+    self->dump = false;
     PrintSelf();
-    Give(simulation->reporter);
+    self->fiber.SwitchTo(simulation->reporter->fiber);
   }
   // Whoever has left still ends what belongs to its thread: nobody runs beside it.
   if (Thread* const gone = simulation->leaving) {
     simulation->leaving = nullptr;
+    const int error = errno;  // of whoever has got the baton
+    gone->fiber.Release();
     while (RealLibc().syscall(SYS_tgkill, getpid(), gone->tid.load(), 0, 0, 0, 0) == 0) {
       RealLibc().syscall(SYS_sched_yield, 0, 0, 0, 0, 0, 0);
     }
+    errno = error;
   }
 }
 
@@ -134,9 +128,7 @@ void AwaitBaton() {
       continue;
     }
     thread->dump = true;
-    Give(thread);
-    while (self->go.load(std::memory_order_acquire) == 0) Futex(&self->go, FUTEX_WAIT, 0);
-    self->go.store(0, std::memory_order_relaxed);
+    self->fiber.SwitchTo(thread->fiber);
   }
   _exit(code);
 }
@@ -190,16 +182,15 @@ Thread* Pick() {
 void Switch() {
   Thread* const next = Pick();
   if (next == self) return;
-  Give(next);
-  AwaitBaton();
+  self->fiber.SwitchTo(next->fiber);
+  OnBaton();
 }
 
-void* RunThread(void* argument) {
-  auto* const thread = static_cast<Thread*>(argument);
-  self = thread;
-  thread->tid = static_cast<pid_t>(RealLibc().syscall(SYS_gettid, 0, 0, 0, 0, 0, 0));
-  AwaitBaton();
-  void* const result = thread->function(thread->argument);
+// Returns whose turn it is then.
+Fiber* RunFunction() {
+  OnBaton();
+  Thread* const thread = self;
+  thread->result = thread->function(thread->argument);
   Simulation& s = *simulation;
   thread->over = true;
   s.live.erase(std::find(s.live.begin(), s.live.end(), thread));
@@ -207,8 +198,15 @@ void* RunThread(void* argument) {
   Thread* const next = Pick();
   s.leaving = thread;
   self = nullptr;
-  Give(next);
-  return result;
+  return &next->fiber;
+}
+
+void* RunThread(void* argument) {
+  auto* const thread = static_cast<Thread*>(argument);
+  self = thread;
+  thread->tid = static_cast<pid_t>(RealLibc().syscall(SYS_gettid, 0, 0, 0, 0, 0, 0));
+  thread->fiber.Lend(RunFunction);
+  return thread->result;
 }
 
 }  // namespace
@@ -222,6 +220,8 @@ void Begin(const Schedule& schedule) {
   simulation->random = schedule.seed * 0x9e3779b97f4a7c15 + 1;
   self = new Thread;
   self->pthread = pthread_self();
+  Fiber::Share(schedule.fibers);
+  self->fiber.Adopt();
   simulation->live.push_back(self);
   simulation->course.threads = 1;
 }
@@ -345,6 +345,14 @@ void DetachThread(pthread_t pthread) {
       std::remove_if(unjoined.begin(), unjoined.end(),
                      [&](const Thread* thread) { return pthread_equal(thread->pthread, pthread); }),
       unjoined.end());
+}
+
+void NameThread(pthread_t pthread, const char* name) {
+  for (Thread* thread : simulation->live) {
+    if (pthread_equal(thread->pthread, pthread)) {
+      strncpy(thread->name, name, sizeof(thread->name) - 1);
+    }
+  }
 }
 
 int JoinThread(pthread_t pthread, void** result) {

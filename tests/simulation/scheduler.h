@@ -1,11 +1,11 @@
 // Runs the threads of a process one at a time, in an order and at a time that follow from a seed.
 //
 // Every thread is one of the system's, so what belongs to a thread (grad mode, locks, handlers) is
-// as in production; but only the one that has the baton runs. It hands it on where it would wait,
-// and, if the options say so, where it takes or gives back a lock. The thread that gets it is drawn
-// by the seed. Time is a number that moves only when the baton does: when no thread can go on, it
-// jumps to the first moment at which one can. When there is no such moment, threads wait for each
-// other for ever: the process prints where each waits, and ends.
+// as in production; but only the one that has the baton runs (fiber.h). It hands it on where it
+// would wait, and, if the options say so, where it takes or gives back a lock. The thread that gets
+// it is drawn by the seed. Time is a number that moves only when the baton does: when no thread can
+// go on, it jumps to the first moment at which one can. When there is no such moment, threads wait
+// for each other for ever: the process prints where each waits, and ends.
 //
 // libc.cc brings the program's waiting here: it defines the functions of libc that wait, start
 // threads, or tell the time, in place of libc's own, for all code of the program, libtorch's too.
@@ -43,6 +43,7 @@ struct Schedule {
   uint32_t spurious_one_in = 0;
   int64_t time_limit = int64_t{4} * 3600 * 1000000000;  // nanoseconds; past it the process ends
   bool trace = false;                                   // prints each change of threads
+  bool fibers = true;  // threads share one of the system's, where that can be (fiber.h)
 };
 
 // What happened, as far as it can be told apart from other runs.
@@ -104,6 +105,7 @@ int StartThread(pthread_t* thread, const pthread_attr_t* attributes, void* (*fun
                 void* argument);
 int JoinThread(pthread_t thread, void** result);
 void DetachThread(pthread_t thread);  // before it is detached
+void NameThread(pthread_t thread, const char* name);
 
 // libc's own.
 struct Libc {

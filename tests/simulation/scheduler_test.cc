@@ -1,19 +1,26 @@
 // Order, time and chance by the seed, and threads that wait for ever.
 #include "tests/simulation/scheduler.h"
 
+#include <errno.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "tests/simulation/runner.h"
@@ -21,6 +28,7 @@
 namespace distgrad::simulation {
 namespace {
 
+using ::testing::HasSubstr;
 using Steady = std::chrono::steady_clock;
 
 Runner* runner = nullptr;
@@ -52,6 +60,7 @@ std::string LostCount() {
 // Each takes the lock of the other while it has its own.
 std::string Deadlock(absl::Mutex* first, absl::Mutex* second) {
   const auto take = [](absl::Mutex* one, absl::Mutex* other) {
+    pthread_setname_np(pthread_self(), "takes");
     absl::MutexLock lock(one);
     absl::SleepFor(absl::Milliseconds(1));
     absl::MutexLock both(other);
@@ -93,11 +102,51 @@ std::string Hours() {
   return "";
 }
 
+// Says of its thread where it has been, and its destructor that it has ended.
+struct OfThread {
+  ~OfThread() {
+    if (where != nullptr) absl::StrAppend(where, name, " ends\n");
+  }
+  std::string* where = nullptr;
+  std::string name;
+};
+thread_local OfThread of_thread;
+
+// What belongs to a thread stays with it while others run: variables, errno, rounding, and what is
+// being thrown.
+std::string ThreadLocals() {
+  std::string where;
+  std::mutex mu;
+  const auto run = [&](const std::string& name, int rounding) {
+    of_thread.where = &where;
+    of_thread.name = name;
+    std::fesetround(rounding);
+    for (int i = 0; i < 5; ++i) {
+      errno = i;
+      try {
+        throw std::runtime_error(absl::StrCat(name, " ", i));
+      } catch (const std::exception& error) {
+        { std::lock_guard<std::mutex> lock(mu); }
+        absl::SleepFor(absl::Milliseconds(1));
+        volatile double third = 1;
+        third = third / 3;
+        absl::StrAppend(&where, of_thread.name, ": ", error.what(), ", errno ", errno, ", ",
+                        absl::StrFormat("%.20f", third), " ", std::fegetround(), "\n");
+      }
+    }
+  };
+  std::thread a(run, "a", FE_UPWARD), b(run, "b", FE_DOWNWARD);
+  a.join();
+  b.join();
+  return where;
+}
+
 std::string Scenario(absl::string_view order, Course* course) {
-  const size_t space = order.find(' ');
-  const absl::string_view name = order.substr(0, space);
+  const std::vector<absl::string_view> words = absl::StrSplit(order, ' ');
+  const absl::string_view name = words[0];
   Schedule schedule;
-  if (!absl::SimpleAtoi(order.substr(space + 1), &schedule.seed)) return "no seed";
+  if (!absl::SimpleAtoi(words[1], &schedule.seed)) return "no seed";
+  schedule.fibers = words.size() == 2;
   schedule.preempt_one_in = 4;
   schedule.time_limit = int64_t{24} * 3600 * 1000000000;
   absl::Mutex first, second;
@@ -106,6 +155,7 @@ std::string Scenario(absl::string_view order, Course* course) {
   if (name == "count") result = LostCount();
   if (name == "deadlock") result = Deadlock(&first, &second);
   if (name == "hours") result = Hours();
+  if (name == "locals") result = ThreadLocals();
   if (name == "random") result = absl::StrCat(std::random_device()());
   *course = End();
   return result;
@@ -126,10 +176,41 @@ TEST_F(SchedulerTest, TheSameSeedGivesTheSameOrder) {
   EXPECT_NE(counts.front(), counts.back());
 }
 
+TEST_F(SchedulerTest, FibersRunAsThreadsDo) {
+  for (const char* const name : {"count", "hours", "locals", "random"}) {
+    for (int seed = 0; seed < 5; ++seed) {
+      const std::string order = absl::StrCat(name, " ", seed);
+      const Outcome fibers = runner->Run(order);
+      const Outcome threads = runner->Run(absl::StrCat(order, " threads"));
+      EXPECT_EQ(fibers.wrong, threads.wrong) << order;
+      EXPECT_EQ(fibers.course.hash, threads.course.hash) << order;
+      EXPECT_EQ(fibers.course.threads, threads.course.threads) << order;
+    }
+  }
+}
+
+TEST_F(SchedulerTest, WhatBelongsToAThreadStaysWithIt) {
+  const std::string where = runner->Run("locals 3").wrong;
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_THAT(where, HasSubstr(absl::StrCat("a: a ", i, ", errno ", i,
+                                              ", 0.33333333333333337034 ", FE_UPWARD, "\n")));
+    EXPECT_THAT(where, HasSubstr(absl::StrCat("b: b ", i, ", errno ", i,
+                                              ", 0.33333333333333331483 ", FE_DOWNWARD, "\n")));
+  }
+  EXPECT_THAT(where, HasSubstr("a ends\n"));
+  EXPECT_THAT(where, HasSubstr("b ends\n"));
+}
+
 TEST_F(SchedulerTest, WhoWaitsForEverIsFound) {
-  const Outcome outcome = runner->Run("deadlock 1");
-  EXPECT_EQ(outcome.wrong, "threads wait for each other for ever");
-  EXPECT_NE(outcome.printed.find("waits for futex"), std::string::npos) << outcome.printed;
+  for (const char* const order : {"deadlock 1", "deadlock 1 threads"}) {
+    const Outcome outcome = runner->Run(order);
+    EXPECT_EQ(outcome.wrong, "threads wait for each other for ever") << order;
+    // The two, with the names and stacks of their threads, and the one that waits for them.
+    EXPECT_THAT(outcome.printed, HasSubstr("thread 1 'takes': waits for futex")) << order;
+    EXPECT_THAT(outcome.printed, HasSubstr("thread 2 'takes': waits for futex")) << order;
+    EXPECT_THAT(outcome.printed, HasSubstr("waits for thread's end")) << order;
+    EXPECT_THAT(outcome.printed, HasSubstr("absl")) << order;
+  }
 }
 
 TEST_F(SchedulerTest, TimeIsThatOfTheSimulation) {
