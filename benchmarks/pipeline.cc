@@ -1,11 +1,11 @@
 // Measures how long the ranks of a pipeline are idle, with stages that wait for a fixed time
 // instead of computing, so that processors do not matter, and compares it with the schedule's
-// theory; and compares a model split over processes with one process of as many threads, and with
-// PyTorch's own RPC and distributed autograd.
+// theory; compares a model split over processes with one process of as many threads, and with
+// PyTorch's own RPC and distributed autograd; and the examples with their --single.
 //
-//   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-split]
-//                                            [--no-waiting] [--models NAME] [--only NAME,...]
-//                                            [--micro-batches N] [--traces DIR]
+//   tools/bazel run //benchmarks:pipeline -- [--unit-ms 10] [--rounds 5] [--no-waiting]
+//                                            [--no-split] [--no-examples] [--models NAME]
+//                                            [--only NAME,...] [--micro-batches N] [--traces DIR]
 //
 // With --traces each rank's actions go to DIR/SCHEDULE-M.RANK.json where stages wait, and to
 // DIR/SCHEDULE-MODEL-M.RANK.json where they compute; tools/pipeline_picture.py draws pictures of
@@ -45,6 +45,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "benchmarks/example_rows.h"
 #include "benchmarks/pytorch_side.h"
 #include "benchmarks/ratio.h"
 #include "benchmarks/split_model.h"
@@ -487,24 +488,7 @@ void ReportSplit(SplitJob job) {
   std::fflush(stdout);
 }
 
-int Main(int argc, char** argv) {
-  CLI::App app{"Measures pipelines of stages."};
-  double unit_ms = 10;
-  bool no_split = false, no_waiting = false;
-  app.add_option("--unit-ms", unit_ms, "How long a stage waits in each third of its work");
-  app.add_option("--rounds", rounds, "How many steps, or turns of all contenders, a median is of");
-  app.add_flag("--no-split", no_split, "Only the stages that wait");
-  app.add_flag("--no-waiting", no_waiting, "Only the stages that compute");
-  app.add_option("--models", models, "Only the models whose names contain this");
-  app.add_option("--only", only, "Only the ways to compute whose names contain one of these")
-      ->delimiter(',');
-  app.add_option("--micro-batches", given_micro_batches, "Of each batch where stages compute")
-      ->check(CLI::Range(1, 1024));
-  app.add_option("--traces", traces, "Folder for what each rank did, in the last turn");
-  CLI11_PARSE(app, argc, argv);
-  unit = absl::Milliseconds(unit_ms);
-  if (!no_waiting) ReportWaiting();
-  if (no_split) return failed ? 1 : 0;
+void ReportSplits() {
   ReportSplit({.name = "8 layers of 512", .layers = 8, .width = 512, .batch = 256});
   ReportSplit({.name = "8 layers of 1024", .layers = 8, .width = 1024, .batch = 512, .steps = 2});
   SplitJob transformer = {.name = "4 transformer blocks of 256, sequences of 128",
@@ -534,6 +518,33 @@ int Main(int argc, char** argv) {
                .batch = 256,
                .micro_batches = 4,
                .steps = 40});
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app{"Measures pipelines of stages."};
+  double unit_ms = 10;
+  bool no_waiting = false, no_split = false, no_examples = false;
+  app.add_option("--unit-ms", unit_ms, "How long a stage waits in each third of its work");
+  app.add_option("--rounds", rounds, "How many steps, or turns of all contenders, a median is of");
+  app.add_flag("--no-waiting", no_waiting, "Without the stages that wait");
+  app.add_flag("--no-split", no_split, "Without the stages that compute");
+  app.add_flag("--no-examples", no_examples, "Without the examples");
+  app.add_option("--models", models, "Only the models whose names contain this");
+  app.add_option("--only", only, "Only the ways to compute whose names contain one of these")
+      ->delimiter(',');
+  app.add_option("--micro-batches", given_micro_batches, "Of each batch where stages compute")
+      ->check(CLI::Range(1, 1024));
+  app.add_option("--traces", traces, "Folder for what each rank did, in the last turn");
+  CLI11_PARSE(app, argc, argv);
+  unit = absl::Milliseconds(unit_ms);
+  if (!no_waiting) ReportWaiting();
+  if (!no_split) ReportSplits();
+  if (!no_examples) {
+    if (const absl::Status status = ReportExamples(models, rounds); !status.ok()) {
+      std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
+      failed = true;
+    }
+  }
   return failed ? 1 : 0;
 }
 

@@ -17,9 +17,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/string_view.h"
+#include "benchmarks/example_speed.h"
 #include "benchmarks/ratio.h"
 #include "core/base/status.h"
 #include "tests/hosts/hosts.h"
@@ -36,17 +35,6 @@ struct Settings {
   int rounds = 1;
   std::vector<std::string> more;  // options of the example
 };
-
-// The number before the last " tokens/s".
-absl::StatusOr<double> TokensPerSecond(absl::string_view output) {
-  const size_t end = output.rfind(" tokens/s");
-  double tokens = 0;
-  if (end != absl::string_view::npos) {
-    const size_t begin = output.find_last_not_of("0123456789.", end - 1) + 1;
-    if (absl::SimpleAtod(output.substr(begin, end - begin), &tokens)) return tokens;
-  }
-  return absl::NotFoundError(absl::StrCat("the example has said no tokens/s:\n", output));
-}
 
 // Runs the example once, in a folder of its own.
 absl::StatusOr<double> Run(const Settings& settings, const std::string& folder,
@@ -74,7 +62,7 @@ absl::StatusOr<double> Run(const Settings& settings, const std::string& folder,
     if (process->Wait() == 0) continue;
     return absl::UnknownError(absl::StrCat(kProgram, " has failed:\n", process->output()));
   }
-  return TokensPerSecond(processes[0]->output());
+  return ExampleSpeed(processes[0]->output(), "tokens");
 }
 
 absl::Status Measure(const Settings& settings) {
