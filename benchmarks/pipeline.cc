@@ -447,7 +447,7 @@ void ReportSplit(SplitJob job) {
   const auto add = [&](const std::string& name, const Schedule& schedule, size_t in_flight,
                        double at_most) {
     Schedule with_steps = schedule;
-    for (int s = 0; s < processes; ++s) with_steps.lists[s].push_back({Kind::kStep, s});
+    AddSteps(&with_steps);
     const std::string trace = absl::StrCat(name, "-", job.name, "-", job.micro_batches);
     all.emplace_back(
         absl::StrCat(processes, " processes, 1 thread each, ", name),

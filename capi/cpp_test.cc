@@ -119,6 +119,7 @@ void Pipelines(dg::Worker& worker) {
   EXPECT_THROW(schedule.Simulate([](const dg_action&) -> double { throw std::logic_error("no"); }),
                std::logic_error);
   EXPECT_EQ(dg::Schedule::GPipe(1, 3).data().lists[0].size(), 6u);
+  EXPECT_EQ(dg::Schedule::GPipe(1, 3).WithSteps().data().lists[0].back().kind, DG_ACTION_STEP);
   EXPECT_EQ(dg::Schedule::ZeroBubbleH1(1, 1).data().lists[0].size(), 2u);
   EXPECT_EQ(dg::Schedule::ZeroBubbleH2(1, 1).data().lists[0].size(), 2u);
   EXPECT_EQ(dg::Schedule::ZeroBubble(2, 8, 3).data().max_activations,

@@ -563,12 +563,14 @@ dg_error* dg_schedule_create(const dg_schedule_data* data, uint64_t flags,
                              dg_schedule** out) noexcept {
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
-    DG_RETURN_IF_ERROR(CheckFlags(flags, DG_SCHEDULE_ADD_TRANSFERS, "a schedule"));
+    DG_RETURN_IF_ERROR(
+        CheckFlags(flags, DG_SCHEDULE_ADD_TRANSFERS | DG_SCHEDULE_ADD_STEPS, "a schedule"));
     DG_ASSIGN_OR_RETURN(
         const dg_schedule_data read,
         ReadOptions<dg_schedule_data>(data, DG_SCHEDULE_DATA_INIT, "dg_schedule_data"));
     DG_ASSIGN_OR_RETURN(Schedule schedule, ToSchedule(read));
     if ((flags & DG_SCHEDULE_ADD_TRANSFERS) != 0) AddTransfers(&schedule);
+    if ((flags & DG_SCHEDULE_ADD_STEPS) != 0) AddSteps(&schedule);
     DG_RETURN_IF_ERROR(Check(schedule));
     return GiveSchedule(std::move(schedule), out);
   });

@@ -3,16 +3,8 @@
 
 #include "ATen/ops/scalar_tensor.h"
 #include "core/base/status.h"
-#include "core/pipeline/schedule.h"
 
 namespace distgrad {
-
-Schedule WithOptimizerSteps(Schedule schedule) {
-  for (int stage = 0; stage < schedule.stages(); ++stage) {
-    schedule.lists[schedule.rank_of_stage[stage]].push_back({Action::Kind::kStep, stage});
-  }
-  return schedule;
-}
 
 absl::StatusOr<std::shared_ptr<LearningRates>> LearningRates::Create(Worker* worker) {
   auto rates = std::make_shared<LearningRates>();

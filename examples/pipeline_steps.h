@@ -22,9 +22,6 @@
 
 namespace distgrad {
 
-// Appends the optimizer's step of each stage to its rank's list.
-Schedule WithOptimizerSteps(Schedule schedule);
-
 // The rates that were sent to a worker. Thread-safe.
 class LearningRates {
  public:

@@ -93,20 +93,7 @@ static dg_pipeline_stages* add_stage(const job* self, layer* of) {
 static dg_schedule* create_schedule(void) {
   dg_schedule *schedule = NULL, *with_steps = NULL;
   must(dg_schedule_create_zero_bubble_h2(2, MICRO_BATCHES, &schedule));
-  dg_schedule_data data = *dg_schedule_get(schedule);
-  dg_action_list lists[2];
-  dg_action* actions[2];
-  for (uint32_t i = 0; i < 2; ++i) {
-    const size_t size = data.lists[i].size;
-    actions[i] = malloc((size + 1) * sizeof(dg_action));
-    if (actions[i] == NULL) abort();
-    memcpy(actions[i], data.lists[i].data, size * sizeof(dg_action));
-    actions[i][size] = (dg_action){DG_ACTION_STEP, i, 0};
-    lists[i] = (dg_action_list){actions[i], size + 1};
-  }
-  data.lists = lists;
-  must(dg_schedule_create(&data, 0, &with_steps));
-  for (int i = 0; i < 2; ++i) free(actions[i]);
+  must(dg_schedule_create(dg_schedule_get(schedule), DG_SCHEDULE_ADD_STEPS, &with_steps));
   dg_schedule_destroy(schedule);
   return with_steps;
 }

@@ -3,6 +3,7 @@
 // another rank it waits for.
 //
 //   absl::StatusOr<Schedule> schedule = OneForwardOneBackward(/*stages=*/4, /*micro_batches=*/8);
+//   AddSteps(&*schedule);  // where each stage steps an optimizer of its own
 //
 // Or a list of one's own: fill in `lists` with what is computed, let AddTransfers() put in what is
 // sent and received, and ask Check().
@@ -116,6 +117,10 @@ absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_b
 // that needs one. The lists must have none, and name stages and ranks that exist; else does nothing
 // about what they name.
 void AddTransfers(Schedule* schedule);
+
+// Puts the optimizer's step of each stage behind the list of its rank (Pipeline::Start needs them).
+// The lists must have none, and the ranks of the stages exist; else does nothing for such a stage.
+void AddSteps(Schedule* schedule);
 
 // ---- What a schedule does.
 

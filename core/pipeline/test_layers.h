@@ -103,9 +103,7 @@ inline std::unique_ptr<Pipeline> MakePipeline(
 
 // The same schedule with a step of the optimizer for each stage, at the end of its rank's list.
 inline Schedule WithSteps(Schedule schedule) {
-  for (int s = 0; s < schedule.stages(); ++s) {
-    schedule.lists[schedule.rank_of_stage[s]].push_back({Action::Kind::kStep, s});
-  }
+  AddSteps(&schedule);
   return schedule;
 }
 

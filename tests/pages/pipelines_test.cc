@@ -88,14 +88,6 @@ absl::StatusOr<double> Train(Worker* worker, Optimizer* optimizer, const at::Ten
 // [doc: end]
 
 // [doc: in flight]
-// The same schedule, with each stage's step, PipelineStage::step, behind all else of its rank.
-Schedule WithSteps(Schedule schedule) {
-  for (int stage = 0; stage < schedule.stages(); ++stage) {
-    schedule.lists[schedule.rank_of_stage[stage]].push_back({Action::Kind::kStep, stage});
-  }
-  return schedule;
-}
-
 // The step of a stage, by the optimizer of its own parameters.
 std::function<absl::Status(const Context&)> StepOf(torch::nn::Linear layer) {
   const auto optimizer = std::make_shared<LocalOptimizer>(
@@ -103,8 +95,8 @@ std::function<absl::Status(const Context&)> StepOf(torch::nn::Linear layer) {
   return [optimizer](const Context& context) { return optimizer->Step(*context.record()); };
 }
 
-// With a pipeline of such a schedule: while one batch is at its end, the next one begins. Returns
-// the loss of the last batch.
+// With a pipeline whose schedule has these steps, by AddSteps(): while one batch is at its end, the
+// next one begins. Returns the loss of the last batch.
 absl::StatusOr<double> TrainInFlight(Worker* worker, Pipeline* pipeline, const at::Tensor& inputs,
                                      const at::Tensor& targets, int steps) {
   std::deque<std::pair<Context, PipelineStep>> in_flight;
@@ -202,9 +194,11 @@ TEST(PipelinesPageTest, StepsInFlightLearn) {
     ASSERT_TRUE(made.ok()) << made.status();
     stages.push_back(*std::move(made));
   }
-  const auto pipeline = Pipeline::Create(&cluster[0], {.name = "model",
-                                                       .workers = {"worker0", "worker1"},
-                                                       .schedule = WithSteps(*ZeroBubbleH2(2, 4))});
+  Schedule schedule = *ZeroBubbleH2(2, 4);
+  AddSteps(&schedule);
+  const auto pipeline = Pipeline::Create(
+      &cluster[0],
+      {.name = "model", .workers = {"worker0", "worker1"}, .schedule = std::move(schedule)});
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   const at::Tensor inputs = at::rand({16, 4}), targets = at::zeros({16, 1});
   const auto first = TrainInFlight(&cluster[0], pipeline->get(), inputs, targets, 1);

@@ -2,10 +2,10 @@
 //
 // A fiber is a thread of the system's that has lent its stack and its thread-local storage. The
 // thread that runs a fiber takes both: it moves its stack pointer, and the register by which
-// thread-local variables are found. So all that belongs to a thread stays with it (locks, exceptions,
-// grad mode), and to hand over takes some nanoseconds, where two futexes and the system's scheduler
-// take microseconds. The thread that has lent them waits until its function has returned; then it
-// ends as any other, and runs the destructors of its thread-local variables.
+// thread-local variables are found. So all that belongs to a thread stays with it (locks,
+// exceptions, grad mode), and to hand over takes some nanoseconds, where two futexes and the
+// system's scheduler take microseconds. The thread that has lent them waits until its function has
+// returned; then it ends as any other, and runs the destructors of its thread-local variables.
 //
 // This needs an x86-64 processor and a system that lets programs write that register (FSGSBASE,
 // Linux 5.9). Elsewhere each fiber runs on its own thread, which waits for a futex.
@@ -17,7 +17,8 @@
 
 namespace distgrad::simulation {
 
-// Each belongs to one thread. One of all fibers runs at a time, and that one alone calls SwitchTo().
+// Each belongs to one thread. One of all fibers runs at a time, and that one alone calls
+// SwitchTo().
 class Fiber {
  public:
   // Before there are any: whether they share the thread of Adopt(), if that is allowed. Returns

@@ -179,12 +179,7 @@ PipelineModel::PipelineModel(const Action& action, int workers)
   }
   Must(made.status());
   schedule = *std::move(made);
-  if (in_flight > 1) {
-    for (int stage = 0; stage < schedule.stages(); ++stage) {
-      schedule.lists[schedule.rank_of_stage[stage]].push_back(
-          {distgrad::Action::Kind::kStep, stage});
-    }
-  }
+  if (in_flight > 1) AddSteps(&schedule);
   for (int rank = 0; rank < ranks; ++rank) {
     worker_of_rank.push_back(static_cast<int>(random() % workers));
   }

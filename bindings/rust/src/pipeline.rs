@@ -256,6 +256,22 @@ impl Schedule {
     pub fn with_transfers(data: &ScheduleData) -> Result<Self> {
         Self::create(data, 1)
     }
+    /// The same with the optimizer's step of each stage behind the list of its rank, as steps in
+    /// flight behind each other need it ([`Pipeline::start`]). `Code::InvalidArgument` if it has
+    /// steps already.
+    ///
+    /// ```
+    /// use distgrad::{ActionKind, Schedule};
+    /// # fn main() -> distgrad::Result<()> {
+    /// let schedule = Schedule::zero_bubble_h2(2, 8)?.with_steps()?;
+    /// assert_eq!(schedule.data()?.lists[1].last().unwrap().kind, ActionKind::Step);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[doc(alias = "DG_SCHEDULE_ADD_STEPS")]
+    pub fn with_steps(&self) -> Result<Self> {
+        Self::create(&self.data()?, 2)
+    }
     fn create(data: &ScheduleData, flags: u64) -> Result<Self> {
         if !data.max_activations.is_empty() && data.max_activations.len() != data.lists.len() {
             return Err(Error::invalid("max_activations has not one number for each rank"));

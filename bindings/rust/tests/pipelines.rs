@@ -447,15 +447,6 @@ fn dropping_in_any_order() {
     });
 }
 
-/// Puts the optimizer's step behind the lists of a schedule whose ranks have one stage each.
-fn with_steps(schedule: &Schedule) -> Schedule {
-    let mut data = schedule.data().unwrap();
-    for (stage, list) in (0..).zip(&mut data.lists) {
-        list.push(Action { kind: ActionKind::Step, stage, micro_batch: 0 });
-    }
-    Schedule::new(&data).unwrap()
-}
-
 /// A step that was started, with its context.
 fn start<'w>(
     worker: &'w Worker,
@@ -519,7 +510,8 @@ fn local_optimizers_step_as_one_of_all_workers_does() {
         };
         let stages = [stage(0), stage(1)];
         let workers = ["front", "back"];
-        let pipeline = Pipeline::new(front, "model", &with_steps(&schedule), &workers).unwrap();
+        let pipeline =
+            Pipeline::new(front, "model", &schedule.with_steps().unwrap(), &workers).unwrap();
         let mut in_flight = VecDeque::new();
         let mut ours = Vec::new();
         for number in 0..12 {
@@ -555,7 +547,7 @@ fn local_optimizers_step_as_one_of_all_workers_does() {
 #[test]
 fn a_rank_begins_the_next_step_while_another_is_in_the_one_before() {
     let layers = Layer::all(2);
-    let schedule = with_steps(&Schedule::gpipe(2, 1).unwrap());
+    let schedule = Schedule::gpipe(2, 1).unwrap().with_steps().unwrap();
     let (begun, has_begun) = mpsc::channel();
     pair(|front, back| {
         let (layer, mut forwards) = (layers[0].clone(), 0);
@@ -646,7 +638,7 @@ fn steps_in_flight_end_in_any_order() {
 #[test]
 fn the_step_of_the_schedule_and_recomputation() {
     let (layers, alone) = (Layer::all(2), Layer::all(2));
-    let schedule = with_steps(&Schedule::zero_bubble_h1(2, 3).unwrap());
+    let schedule = Schedule::zero_bubble_h1(2, 3).unwrap().with_steps().unwrap();
     let forwards = Arc::new(AtomicUsize::new(0));
     pair(|front, back| {
         let stage = |number: u64, layer: &Layer| {

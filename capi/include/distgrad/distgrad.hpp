@@ -1386,6 +1386,9 @@ class Schedule {
     return Make(dg_schedule_create_zero_bubble, stages, micro_batches, forwards_ahead);
   }
 
+  // The same with the optimizer's step of each stage behind the list of its rank.
+  Schedule WithSteps() const { return Schedule(data(), DG_SCHEDULE_ADD_STEPS); }
+
   ScheduleData data() const {
     ScheduleData copy;
     const dg_schedule_data* const of = dg_schedule_get(get());

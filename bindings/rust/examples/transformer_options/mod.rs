@@ -1,6 +1,6 @@
 //! The command line of the transformer.
 use crate::checkpoints;
-use distgrad::{Action, ActionKind, CheckpointValues, Schedule};
+use distgrad::{CheckpointValues, Schedule};
 use std::{env, error::Error};
 
 const USAGE: &str = "transformer FILE [--OPTION=VALUE...]: the options stand in transformer.rs; \
@@ -32,7 +32,7 @@ impl Options {
         let mut options = Self {
             file: String::new(),
             stages: 2,
-            schedule: "zb_h1".into(),
+            schedule: "zb_h2".into(),
             micro_batches: 8,
             replicas: 1,
             in_flight: 2,
@@ -134,12 +134,7 @@ impl Options {
             }
             other => return Err(format!("there is no schedule {other}").into()),
         }?;
-        let mut data = schedule.data()?;
-        for (stage, rank) in (0..).zip(&data.rank_of_stage) {
-            let step = Action { kind: ActionKind::Step, stage, micro_batch: 0 };
-            data.lists[*rank as usize].push(step);
-        }
-        Ok(Schedule::new(&data)?)
+        Ok(schedule.with_steps()?)
     }
 
     /// What has to be the same for a run to go on as it would have.

@@ -13,8 +13,9 @@ namespace {
 // What src/pipeline.rs takes these to be.
 static_assert(DG_ACTION_FORWARD == 0 && DG_ACTION_BACKWARD_WEIGHT == 3 &&
               DG_ACTION_RECEIVE_GRADIENT == 7 && DG_ACTION_STEP == 8 &&
-              DG_SCHEDULE_ADD_TRANSFERS == 1 && DG_PIPELINE_STAGE_RECOMPUTE == 1 &&
-              DG_ANY_COUNT == -1 && DG_REDUCTION_MEAN == 0 && DG_REDUCTION_SUM == 1);
+              DG_SCHEDULE_ADD_TRANSFERS == 1 && DG_SCHEDULE_ADD_STEPS == 2 &&
+              DG_PIPELINE_STAGE_RECOMPUTE == 1 && DG_ANY_COUNT == -1 && DG_REDUCTION_MEAN == 0 &&
+              DG_REDUCTION_SUM == 1);
 
 template <typename T>
 rust::Vec<T> ToVec(const T* data, size_t size) {
