@@ -40,7 +40,7 @@ const std::vector<Example>& Examples() {
 absl::StatusOr<double> Run(const Example& example, const std::string& way,
                            const std::string& folder) {
   const std::string command = absl::StrCat("examples/", example.name, " ", example.length, " ", way,
-                                           " --output ", folder, " 2>&1");
+                                           " --output '", folder, "' 2>&1");
   FILE* const pipe = popen(command.c_str(), "r");
   if (pipe == nullptr) return absl::UnavailableError(absl::StrCat("cannot start ", command));
   std::string output;

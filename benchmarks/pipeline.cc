@@ -529,17 +529,20 @@ int Main(int argc, char** argv) {
   app.add_flag("--no-waiting", no_waiting, "Without the stages that wait");
   app.add_flag("--no-split", no_split, "Without the stages that compute");
   app.add_flag("--no-examples", no_examples, "Without the examples");
-  app.add_option("--models", models, "Only the models whose names contain this");
-  app.add_option("--only", only, "Only the ways to compute whose names contain one of these")
+  app.add_option("--models", models, "Only the models and examples whose names contain this");
+  app.add_option("--only", only,
+                 "Only the ways to compute whose names contain one of these, and no examples")
       ->delimiter(',');
-  app.add_option("--micro-batches", given_micro_batches, "Of each batch where stages compute")
+  app.add_option("--micro-batches", given_micro_batches,
+                 "Of each batch where stages compute; no examples")
       ->check(CLI::Range(1, 1024));
   app.add_option("--traces", traces, "Folder for what each rank did, in the last turn");
   CLI11_PARSE(app, argc, argv);
   unit = absl::Milliseconds(unit_ms);
   if (!no_waiting) ReportWaiting();
   if (!no_split) ReportSplits();
-  if (!no_examples) {
+  // Those run as they are.
+  if (!no_examples && only.empty() && given_micro_batches == 0) {
     if (const absl::Status status = ReportExamples(models, rounds); !status.ok()) {
       std::fprintf(stderr, "%s\n", std::string(status.message()).c_str());
       failed = true;

@@ -16,7 +16,7 @@ namespace distgrad {
 struct TransformerOptions {
   int64_t steps = 1200;
   int stages = 2;                  // worker processes of each pipeline
-  std::string schedule = "zb_h2";  // gpipe, 1f1b, interleaved, zb_h1, zb_h2
+  std::string schedule = "zb_h1";  // gpipe, 1f1b, interleaved, zb_h1, zb_h2
   int micro_batches = 8;
   int replicas = 1;        // of the pipeline
   TransformerShape shape;  // but for the tokens, which are the text's

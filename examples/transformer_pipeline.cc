@@ -11,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "core/base/status.h"
 #include "core/parallel/process_group/gradient_averager.h"
+#include "core/pipeline/schedule.h"
 #include "examples/interrupt.h"
 #include "torch/optim/adamw.h"
 

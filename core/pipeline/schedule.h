@@ -118,8 +118,9 @@ absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_b
 // about what they name.
 void AddTransfers(Schedule* schedule);
 
-// Puts the optimizer's step of each stage behind the list of its rank (Pipeline::Start needs them).
-// The lists must have none, and the ranks of the stages exist; else does nothing for such a stage.
+// Puts the optimizer's step of each stage behind the list of its rank, where steps in flight
+// (Pipeline::Start) train. Check() refuses two steps of a stage, and any without a backward. Does
+// nothing for a stage whose rank does not exist.
 void AddSteps(Schedule* schedule);
 
 // ---- What a schedule does.

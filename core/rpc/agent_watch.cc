@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/await_memory.h"
 #include "core/rpc/agent.h"
 
 namespace distgrad {
@@ -87,10 +88,13 @@ void Agent::OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status&
 void Agent::SetLost(WorkerRank worker, Incarnation incarnation, absl::string_view reason) {
   const bool was_watched = watch_.IsWatched(worker);
   if (!peers_->SetLost(worker, incarnation, reason)) return;
-  service_->OnMemberEvents();
+  // The loss is noted, and not once more: so nobody could try again what follows.
+  AwaitMemory([&] { service_->OnMemberEvents(); });
   // One that others watch is theirs to follow up, or all workers would connect to ever more.
   if (!was_watched) return;
-  for (const WorkerRank next : watch_.WatchMore()) links_->Ping(next);
+  for (const WorkerRank next : AwaitMemory([&] { return watch_.WatchMore(); })) {
+    AwaitMemory([&] { links_->Ping(next); });
+  }
 }
 
 void Agent::SetAlive(WorkerRank worker, Incarnation incarnation) {

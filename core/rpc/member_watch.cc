@@ -102,8 +102,10 @@ bool MemberWatch::IsWatched(WorkerRank worker) const {
 std::vector<WorkerRank> MemberWatch::WatchMore() {
   absl::MutexLock lock(&mu_);
   if (state_ != State::kWatching) return {};
-  watched_ = std::min(2 * watched_, kMostWatched);
-  return peers_->After(watched_);
+  const size_t more = std::min(2 * watched_, kMostWatched);
+  std::vector<WorkerRank> next = peers_->After(more);  // before anything is changed
+  watched_ = more;
+  return next;
 }
 
 }  // namespace distgrad

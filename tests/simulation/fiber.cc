@@ -1,6 +1,7 @@
 // Switches stacks and thread-local storage on x86-64, and wakes threads elsewhere.
 #include "tests/simulation/fiber.h"
 
+#include <errno.h>
 #include <linux/futex.h>
 #include <sys/auxv.h>
 #include <sys/syscall.h>
@@ -10,35 +11,14 @@
 #include "tests/simulation/scheduler.h"
 
 namespace distgrad::simulation {
-namespace {
-
-// How far below what the thread that lends its stack uses of it a fiber begins: the frame of a
-// signal fits in between.
-constexpr size_t kDistance = size_t{64} << 10;
 
 #if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-
-bool CanShare() { return (getauxval(AT_HWCAP2) & 2) != 0; }  // HWCAP2_FSGSBASE of <asm/hwcap2.h>
-
-uint64_t ReadStorage() {
-  uint64_t storage;
-  asm volatile("rdfsbase %0" : "=r"(storage));
-  return storage;
-}
-
-// The control words of floating point, as Switch() saves them.
-uint64_t ReadControls() {
-  uint32_t sse;
-  uint16_t x87;
-  asm volatile("stmxcsr %0\n\tfnstcw %1" : "=m"(sse), "=m"(x87));
-  return uint64_t{sse} | uint64_t{x87} << 32;
-}
 
 // Saves the registers that a function has to leave as they were (System V ABI for x86-64, 3.2.1) on
 // the stack, and that in *from; and goes on where another stack was left.
 void Switch(void** from, void* to, uint64_t storage) __asm__("distgrad_simulation_switch");
 asm(R"(
-.text
+.pushsection .text
 .p2align 4
 .type distgrad_simulation_switch, @function
 distgrad_simulation_switch:
@@ -65,18 +45,60 @@ distgrad_simulation_switch:
   popq %rbp
   ret
 .size distgrad_simulation_switch, .-distgrad_simulation_switch
+.popsection
 )");
 constexpr int kSavedRegisters = 6;
 
+namespace {
+
+bool CanShare() { return (getauxval(AT_HWCAP2) & 2) != 0; }  // HWCAP2_FSGSBASE of <asm/hwcap2.h>
+
+uint64_t ReadStorage() {
+  uint64_t storage;
+  asm volatile("rdfsbase %0" : "=r"(storage));
+  return storage;
+}
+
+// The control words of floating point, as Switch() saves them.
+uint64_t ReadControls() {
+  uint32_t sse;
+  uint16_t x87;
+  asm volatile("stmxcsr %0\n\tfnstcw %1" : "=m"(sse), "=m"(x87));
+  return uint64_t{sse} | uint64_t{x87} << 32;
+}
+
+// Without libc, which would set errno: that is the fiber's, also while its thread waits here.
+void Futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+  long result = SYS_futex;
+  register long timeout asm("r10") = 0;
+  asm volatile("syscall"
+               : "+a"(result)
+               : "D"(&word), "S"(static_cast<long>(operation)), "d"(static_cast<long>(value)),
+                 "r"(timeout)
+               : "rcx", "r11", "memory");
+}
+
 #else
 
+namespace {
+
+void Switch(void**, void*, uint64_t) { __builtin_trap(); }
+constexpr int kSavedRegisters = 0;
 bool CanShare() { return false; }
 uint64_t ReadStorage() { return 0; }
 uint64_t ReadControls() { return 0; }
-void Switch(void**, void*, uint64_t) { __builtin_trap(); }
-constexpr int kSavedRegisters = 0;
+
+void Futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+  const int error = errno;
+  RealLibc().syscall(SYS_futex, reinterpret_cast<long>(&word), operation, value, 0, 0, 0);
+  errno = error;
+}
 
 #endif
+
+// How far below what the thread that lends its stack uses of it a fiber begins: the frame of a
+// signal fits in between.
+constexpr size_t kDistance = size_t{64} << 10;
 
 bool shares = false;
 Fiber* running = nullptr;  // where fibers share a thread
@@ -89,14 +111,12 @@ bool Fiber::Share(bool allowed) {
 }
 
 void Fiber::Wait(std::atomic<uint32_t>& word) {
-  while (word.load(std::memory_order_acquire) == 0) {
-    RealLibc().syscall(SYS_futex, reinterpret_cast<long>(&word), FUTEX_WAIT_PRIVATE, 0, 0, 0, 0);
-  }
+  while (word.load(std::memory_order_acquire) == 0) Futex(word, FUTEX_WAIT_PRIVATE, 0);
 }
 
 void Fiber::Wake(std::atomic<uint32_t>& word) {
   word.store(1, std::memory_order_release);
-  RealLibc().syscall(SYS_futex, reinterpret_cast<long>(&word), FUTEX_WAKE_PRIVATE, 1, 0, 0, 0);
+  Futex(word, FUTEX_WAKE_PRIVATE, 1);
 }
 
 void Fiber::Adopt() {

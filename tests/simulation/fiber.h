@@ -13,6 +13,7 @@
 #define DISTGRAD_TESTS_SIMULATION_FIBER_H_
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace distgrad::simulation {
@@ -21,6 +22,8 @@ namespace distgrad::simulation {
 // SwitchTo().
 class Fiber {
  public:
+  static constexpr size_t kLeastStack = size_t{256} << 10;
+
   // Before there are any: whether they share the thread of Adopt(), if that is allowed. Returns
   // whether they do.
   static bool Share(bool allowed);
@@ -32,9 +35,9 @@ class Fiber {
   // Has the calling thread be this fiber, which runs.
   void Adopt();
 
-  // On a new thread: waits for the first SwitchTo(*this), and has `function` run then, which
-  // returns the fiber to run next. Returns when that is to run, or soon after: then this thread has
-  // to end.
+  // On a new thread, whose stack has kLeastStack bytes or more: waits for the first
+  // SwitchTo(*this), and has `function` run then, which returns the fiber to run next. Returns when
+  // that is to run, or soon after: then this thread has to end.
   void Lend(Fiber* (*function)());
 
   // On the fiber that runs: runs another one, until it, or one behind it, switches back.

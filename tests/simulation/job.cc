@@ -533,7 +533,7 @@ std::string Job::Run() {
 
 std::string RunJob(absl::string_view order, Course* course) {
   const Plan plan = ReadPlan(order);
-  Schedule schedule{.seed = plan.seed, .trace = plan.trace};
+  Schedule schedule{.seed = plan.seed, .trace = plan.trace, .fibers = plan.fibers};
   if ((plan.faults & kPreemption) != 0) {
     schedule.preempt_one_in = 1 << (2 + plan.seed % 6);
     schedule.spurious_one_in = 50;

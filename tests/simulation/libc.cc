@@ -126,9 +126,9 @@ int simulated_pthread_detach(pthread_t thread) {
 }
 
 int simulated_pthread_setname_np(pthread_t thread, const char* name) {
-  if (!OnThread()) return DG_REAL(pthread_setname_np)(thread, name);
-  NameThread(thread, name);
-  return 0;
+  const int error = DG_REAL(pthread_setname_np)(thread, name);
+  if (error == 0 && OnThread()) NameThread(thread, name);
+  return error;
 }
 
 // --------------------------------------------------------------------------------------- Locks

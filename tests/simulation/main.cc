@@ -7,7 +7,8 @@
 // With --case each seed runs the plan of a file, by default from the seed that the file has; the
 // seed then draws only what the network and the threads do. With --first it ends with the first
 // seed that fails, with --whole nothing is made smaller, with --twice each seed has to take the
-// same course again.
+// same course again. With --no-fibers each thread runs on one of the system's (fiber.h), where a
+// debugger sees all of their stacks.
 // --jobs says how many seeds run at a time, by default as many as there are processors. --faults is
 // a set of Faults (plan.h).
 #include <sched.h>
@@ -66,7 +67,7 @@ struct Options {
   uint64_t seeds = 1, from = 0, jobs = 0;
   unsigned faults = kAllFaults;
   std::optional<Plan> plan;  // of a case
-  bool trace = false, twice = false, first = false, shrink = true;
+  bool trace = false, fibers = true, twice = false, first = false, shrink = true;
 };
 
 // One thread of a simulation runs at a time, so each process of these has a processor of its own:
@@ -91,6 +92,7 @@ void RunSeeds(const Options& options, uint64_t job, Tally& tally) {
     Plan plan = options.plan.has_value() ? *options.plan : DrawPlan(seed, options.faults);
     plan.seed = seed;
     plan.trace = options.trace;
+    plan.fibers = options.fibers;
     Outcome outcome = runner.Run(Text(plan));
     ++tally.done;
     tally.switches += outcome.course.switches;
@@ -135,6 +137,8 @@ bool Parse(int argc, char** argv, Options* options) {
     const bool has_value = i + 1 < argc;
     if (option == "--trace") {
       options->trace = true;
+    } else if (option == "--no-fibers") {
+      options->fibers = false;
     } else if (option == "--twice") {
       options->twice = true;
     } else if (option == "--first") {
@@ -166,7 +170,7 @@ int Main(int argc, char** argv) {
     std::fprintf(
         stderr,
         "usage: simulation [--seeds N] [--from S] [--jobs N] [--faults BITS] [--case FILE] "
-        "[--trace] [--twice] [--first] [--whole]\n");
+        "[--trace] [--twice] [--first] [--whole] [--no-fibers]\n");
     return 2;
   }
   void* const shared =

@@ -312,9 +312,10 @@ std::string Text(const Action& action) {
 }
 
 std::string Text(const Plan& plan) {
-  std::string text = absl::StrCat("seed ", plan.seed, " faults ", plan.faults, " workers ",
-                                  plan.workers, " threads ", plan.threads, " guests ", plan.guests,
-                                  plan.trace ? " trace" : "", "\n");
+  std::string text =
+      absl::StrCat("seed ", plan.seed, " faults ", plan.faults, " workers ", plan.workers,
+                   " threads ", plan.threads, " guests ", plan.guests, plan.trace ? " trace" : "",
+                   plan.fibers ? "" : " no-fibers", "\n");
   for (const Action& action : plan.actions) absl::StrAppend(&text, "  ", Text(action), "\n");
   return text;
 }
@@ -330,9 +331,15 @@ Plan ReadPlan(absl::string_view text) {
           << "not an action of a plan: " << std::string(line);
       continue;
     }
-    const std::vector<absl::string_view> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
-    plan.trace = words.size() == 11 && words[10] == "trace";
-    DG_CHECK(words.size() == (plan.trace ? 11 : 10) && absl::SimpleAtoi(words[1], &plan.seed) &&
+    std::vector<absl::string_view> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
+    const auto take = [&words](absl::string_view last) {
+      const bool has = words.back() == last;
+      if (has) words.pop_back();
+      return has;
+    };
+    plan.fibers = !take("no-fibers");
+    plan.trace = take("trace");
+    DG_CHECK(words.size() == 10 && absl::SimpleAtoi(words[1], &plan.seed) &&
              absl::SimpleAtoi(words[3], &plan.faults) &&
              absl::SimpleAtoi(words[5], &plan.workers) &&
              absl::SimpleAtoi(words[7], &plan.threads) && absl::SimpleAtoi(words[9], &plan.guests))

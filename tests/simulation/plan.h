@@ -89,7 +89,7 @@ inline constexpr int kMostTrained = 12;
 struct Plan {
   uint64_t seed = 0;
   unsigned faults = 0;
-  bool trace = false;
+  bool trace = false, fibers = true;  // as in Schedule
   int workers = 2, threads = 2, guests = 0;
   std::vector<Action> actions;
 };

@@ -322,6 +322,10 @@ bool DrawSpurious(int64_t* when) {
 int StartThread(pthread_t* pthread, const pthread_attr_t* attributes, void* (*function)(void*),
                 void* argument) {
   if (must_start == 0 && Now() < simulation->refuse_until) return EAGAIN;
+  size_t stack = Fiber::kLeastStack;
+  if (attributes != nullptr) pthread_attr_getstacksize(attributes, &stack);
+  if (stack < Fiber::kLeastStack)
+    Report("a thread has too small a stack for a fiber", kDeadlockExit);
   auto* const thread = new Thread;
   thread->id = simulation->course.threads;
   thread->function = function;

@@ -5,6 +5,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
+#include <sys/auxv.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cfenv>
@@ -141,6 +144,14 @@ std::string ThreadLocals() {
   return where;
 }
 
+// Whether two threads are the same one to the system.
+std::string Tids() {
+  long first = 0, second = 0;
+  std::thread([&] { first = syscall(SYS_gettid); }).join();
+  std::thread([&] { second = syscall(SYS_gettid); }).join();
+  return first == second && first == syscall(SYS_gettid) ? "one" : "several";
+}
+
 std::string Scenario(absl::string_view order, Course* course) {
   const std::vector<absl::string_view> words = absl::StrSplit(order, ' ');
   const absl::string_view name = words[0];
@@ -155,6 +166,7 @@ std::string Scenario(absl::string_view order, Course* course) {
   if (name == "count") result = LostCount();
   if (name == "deadlock") result = Deadlock(&first, &second);
   if (name == "hours") result = Hours();
+  if (name == "tids") result = Tids();
   if (name == "locals") result = ThreadLocals();
   if (name == "random") result = absl::StrCat(std::random_device()());
   *course = End();
@@ -187,6 +199,18 @@ TEST_F(SchedulerTest, FibersRunAsThreadsDo) {
       EXPECT_EQ(fibers.course.threads, threads.course.threads) << order;
     }
   }
+}
+
+// Else nobody would notice that they do not.
+TEST_F(SchedulerTest, FibersShareAThreadWhereTheSystemLetsThem) {
+#ifdef __x86_64__
+  constexpr unsigned long kFsgsbase = 2;  // HWCAP2_FSGSBASE of <asm/hwcap2.h>
+  const bool share = (getauxval(AT_HWCAP2) & kFsgsbase) != 0;
+#else
+  const bool share = false;
+#endif
+  EXPECT_EQ(runner->Run("tids 1").wrong, share ? "one" : "several");
+  EXPECT_EQ(runner->Run("tids 1 threads").wrong, "several");
 }
 
 TEST_F(SchedulerTest, WhatBelongsToAThreadStaysWithIt) {

@@ -256,8 +256,8 @@ impl Schedule {
     pub fn with_transfers(data: &ScheduleData) -> Result<Self> {
         Self::create(data, 1)
     }
-    /// The same with the optimizer's step of each stage behind the list of its rank, as steps in
-    /// flight behind each other need it ([`Pipeline::start`]). `Code::InvalidArgument` if it has
+    /// The same with the optimizer's step of each stage behind the list of its rank, where steps
+    /// in flight behind each other train ([`Pipeline::start`]). `Code::InvalidArgument` if it has
     /// steps already.
     ///
     /// ```

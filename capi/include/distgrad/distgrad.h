@@ -1482,8 +1482,9 @@ DG_API DG_MUST_USE dg_error* dg_schedule_create(const dg_schedule_data* data, ui
 /* Flags of dg_schedule_create. The lists have no sends and no receives: a send is put behind each
  * action whose result another rank needs, and a receive before each action that needs one. */
 #define DG_SCHEDULE_ADD_TRANSFERS UINT64_C(1)
-/* The lists have no steps of the optimizer: that of each stage is put behind the list of its rank.
- * The data may be that of another schedule (dg_schedule_get). */
+/* The lists have no steps of the optimizer (DG_INVALID_ARGUMENT if they have): that of each stage
+ * is put behind the list of its rank. The data may be that of another schedule (dg_schedule_get).
+ */
 #define DG_SCHEDULE_ADD_STEPS UINT64_C(2)
 
 /* Create the schedules that docs/pipelines.md compares, with one stage on each rank. A stage adds

@@ -32,7 +32,7 @@ impl Options {
         let mut options = Self {
             file: String::new(),
             stages: 2,
-            schedule: "zb_h2".into(),
+            schedule: "zb_h1".into(),
             micro_batches: 8,
             replicas: 1,
             in_flight: 2,
