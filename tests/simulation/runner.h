@@ -40,7 +40,8 @@ class Runner {
   Runner& operator=(const Runner&) = delete;
   ~Runner();
 
-  // Runs an order, and ends it when it takes so many seconds.
+  // Runs an order, and ends it when it has used so many seconds of a processor, or waited for far
+  // longer.
   Outcome Run(absl::string_view order, int patience = 60);
 
  private:
