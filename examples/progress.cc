@@ -57,19 +57,22 @@ Screen Screen::Stderr() {
   return screen;
 }
 
-ProgressBar::ProgressBar(Screen screen, int64_t total, std::string items)
+ProgressBar::ProgressBar(Screen screen, int64_t total, std::string items, int64_t done)
     : screen_(std::move(screen)),
       total_(total),
       items_(std::move(items)),
+      done_before_(done),
       start_(screen_.now()),
+      done_(done),
       now_(start_),
       next_(start_ + (screen_.terminal ? kRedraw : kPlainLine)) {}
 
 ProgressBar::~ProgressBar() { Close(); }
 
-void ProgressBar::Update(int64_t done, double loss) {
+void ProgressBar::Update(int64_t done, double loss, double rate) {
   done_ = done;
   loss_ = loss;
+  rate_ = rate;
   now_ = screen_.now();
   if (now_ < next_) return;
   if (screen_.terminal) {
@@ -93,13 +96,12 @@ void ProgressBar::Close() {
 }
 
 std::string ProgressBar::Numbers() const {
-  const double seconds = std::max(absl::ToDoubleSeconds(now_ - start_), 1e-9);
-  const double rate = static_cast<double>(done_) / seconds;
   std::string text =
-      absl::StrFormat(" %3d %%  loss %.4f  %.0f %s/s", 100 * done_ / total_, loss_, rate, items_);
-  if (done_ > 0) {
-    const auto left = static_cast<double>(total_ - done_);
-    absl::StrAppend(&text, "  ", Clock(absl::Seconds(left / rate)), " left");
+      absl::StrFormat(" %3d %%  loss %.4f  %.0f %s/s", 100 * done_ / total_, loss_, rate_, items_);
+  if (done_ > done_before_) {
+    // What is not counted in the rate takes time, too.
+    const absl::Duration each = (now_ - start_) / (done_ - done_before_);
+    absl::StrAppend(&text, "  ", Clock(each * (total_ - done_)), " left");
   }
   return text;
 }

@@ -28,8 +28,8 @@ struct Screen {
 // Shows the progress of so many images, or whatever they are. For one thread.
 class ProgressBar {
  public:
-  // The work is `total` of those.
-  ProgressBar(Screen screen, int64_t total, std::string items = "images");
+  // The work is `total` of those, of which `done` were done before.
+  ProgressBar(Screen screen, int64_t total, std::string items = "images", int64_t done = 0);
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
   ~ProgressBar();  // Close()
@@ -37,8 +37,9 @@ class ProgressBar {
   // Names the current part of the work: "epoch 2/5".
   void SetLabel(std::string label) { label_ = std::move(label); }
 
-  // Says that `done` of them in all are done, and what the recent loss is. Cheap: seldom draws.
-  void Update(int64_t done, double loss);
+  // Says that `done` of them in all are done, what the recent loss is, and how many are done in a
+  // second of the time that counts. Cheap: seldom draws.
+  void Update(int64_t done, double loss, double rate);
 
   // Prints a line that stays, above the bar.
   void Print(absl::string_view line);
@@ -54,11 +55,12 @@ class ProgressBar {
   const Screen screen_;
   const int64_t total_;
   const std::string items_;
+  const int64_t done_before_;
   const absl::Time start_;
 
   std::string label_;
-  int64_t done_ = 0;
-  double loss_ = 0;
+  int64_t done_;
+  double loss_ = 0, rate_ = 0;
   absl::Time now_;
   absl::Time next_;
   bool drawn_ = false;

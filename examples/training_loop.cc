@@ -72,7 +72,7 @@ absl::Status TrainingLoop::Run(TrainingTask& task, const Save& save) {
 }
 
 absl::Status TrainingLoop::RunRounds(TrainingTask& task, const Save& save) {
-  ProgressBar progress(screen_, plan_.items(plan_.steps), style_.items);
+  ProgressBar progress(screen_, plan_.items(plan_.steps), style_.items, items_);
   const bool is_over = step_ >= plan_.steps;
   while (step_ < plan_.steps) {
     if (auto s = RunRound(task, save, progress); !s.ok()) return s;
@@ -141,7 +141,7 @@ absl::Status TrainingLoop::RunRound(TrainingTask& task, const Save& save, Progre
     round_loss += step->loss * static_cast<double>(step->items);
     row_loss += step->loss;
     shown_loss += (step->loss - shown_loss) * (is_first ? 1 : kShownLossShare);
-    progress.Update(items_, shown_loss);
+    progress.Update(items_, shown_loss, items_per_second());
     if (save != nullptr && step_ % options_.every == 0) {
       if (auto s = save(step_); !s.ok()) return s;
       saved_ = step_;

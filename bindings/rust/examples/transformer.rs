@@ -39,7 +39,7 @@ use std::{
         Arc,
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 use text::{Random, Text};
 use transformer_options::Options;
@@ -220,6 +220,7 @@ impl<'a> Leader<'a> {
         };
         let bar = bar.with_style(style).with_position(first as u64);
         let begin = Instant::now();
+        let mut tested = Duration::ZERO;
         let mut in_flight = VecDeque::new();
         let (mut started, mut last, mut interrupted) = (first, first, false);
         for taken in first + 1..=options.steps {
@@ -245,7 +246,7 @@ impl<'a> Leader<'a> {
                 table.add(taken, loss)?;
             }
             let tokens = ((taken - first) * options.batch * options.context) as f64;
-            let rate = tokens / begin.elapsed().as_secs_f64();
+            let rate = tokens / (begin.elapsed() - tested).as_secs_f64();
             bar.set_message(format!("loss {loss:.3}, {rate:.0} tokens/s"));
             bar.inc(1);
             if started > taken || self.replica > 0 {
@@ -260,7 +261,9 @@ impl<'a> Leader<'a> {
             }
             let round = options.steps.div_ceil(ROUNDS);
             if !interrupted && (taken % round == 0 || is_last) {
+                let began = Instant::now();
                 let test = self.test()?;
+                tested += began.elapsed();
                 bar.suspend(|| {
                     println!(
                         "step {taken}: loss {loss:.3}, test loss {test:.3}, {rate:.0} tokens/s"

@@ -533,7 +533,8 @@ impl PipelineStage {
         self.closures.loss = Some(Box::new(loss));
         self
     }
-    /// Sets what [`ActionKind::Step`] does, where a schedule has it: with the context of the step,
+    /// Sets what [`ActionKind::Step`] does, where a schedule has it ([`Schedule::with_steps`]; else
+    /// nothing calls this): with the context of the step,
     /// which has this stage's gradients, for a [local optimizer](crate::Sgd::create_local). A step
     /// that writes to parameters itself needs a [`NoGrad`](crate::NoGrad), as gradient mode is on.
     /// Without it a step of such a schedule is refused with `Code::FailedPrecondition`.
@@ -579,6 +580,7 @@ impl PipelineStage {
     /// rank's backwards are done it waits for those of the other ranks that have one of its names,
     /// and each of them has the sum of all their gradients then. Those of one name have the same
     /// shape, dtype and device, and, to stay the same, the same first values and the same optimizer.
+    /// With steps in flight ([`Pipeline::start`]) ranks of one worker must not have one tensor for it.
     pub fn tied(mut self, name: impl Into<String>, parameter: &Tensor) -> Self {
         self.tied.push((name.into(), parameter.clone()));
         self

@@ -1585,9 +1585,10 @@ typedef struct dg_pipeline_stage {
   /* Of the last stage: stores the loss of a micro-batch, a tensor of one element, which the library
    * takes, also with an error. NULL: none. */
   dg_error* (*loss)(void* user_data, const dg_micro_batch* micro_batch, dg_tensor** loss);
-  /* What DG_ACTION_STEP does, where a schedule has it: with the context of the step, borrowed for
-   * the call, which has this stage's gradients: a dg_optimizer_step of a local optimizer, for
-   * instance. NULL: none, and a step of such a schedule is refused with DG_FAILED_PRECONDITION. */
+  /* What DG_ACTION_STEP does, where a schedule has it (DG_SCHEDULE_ADD_STEPS; else nothing calls
+   * this): with the context of the step, borrowed for the call, which has this stage's gradients: a
+   * dg_optimizer_step of a local optimizer, for instance. NULL: none, and a step of such a schedule
+   * is refused with DG_FAILED_PRECONDITION. */
   dg_error* (*step)(void* user_data, const dg_context* context);
   void* user_data;
   void (*destroy)(void* user_data);
@@ -1600,7 +1601,8 @@ typedef struct dg_pipeline_stage {
    * leaves that require grad, by their names. When a rank's backwards are done it waits for those
    * of the other ranks that have one of its names, and each of them has the sum of all their
    * gradients then. Those of one name have the same sizes, dtype and device, and, to stay the same,
-   * the same first values and the same optimizer. */
+   * the same first values and the same optimizer. With steps in flight (dg_pipeline_start) ranks of
+   * one worker must not have one tensor for it. */
   const dg_str* tied_names;
   const dg_tensor* const* tied;
   size_t tied_count;
