@@ -572,7 +572,7 @@ void Membership::Announce(const LostMember& lost) {
   const WorkerRank rank = lost.worker.rank;
   const std::string words =
       absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason));
-  const bool is_done = Say(LostKey(rank), words, [&](const Store::Value& entry) {
+  Say(LostKey(rank), words, [&](const Store::Value& entry) {
     if (LossOf(lost.worker, entry).is_lost) return false;  // mostly another has said it
     absl::MutexLock lock(&mu_);
     const auto still = lost_.find(rank);
@@ -582,8 +582,10 @@ void Membership::Announce(const LostMember& lost) {
     said_[rank] = words;
     return true;
   });
+  // Also where it could not be written, for it never will be. Then a denial of an earlier loss is
+  // taken for one of this, and the member, which is watched again, is found lost once more.
   absl::MutexLock lock(&mu_);
-  if (is_done && --unsaid_[rank] == 0) unsaid_.erase(rank);
+  if (--unsaid_[rank] == 0) unsaid_.erase(rank);
 }
 
 // What another worker says may be later than the life that this one has seen, and stays: the member

@@ -268,7 +268,7 @@ class Membership {
   uint64_t last_word_ ABSL_GUARDED_BY(mu_) = 0;
   // What it has written of the losses of members, as far as it may be there yet.
   std::map<WorkerRank, std::string> said_ ABSL_GUARDED_BY(mu_);
-  // How many words of MarkLost() for each may not be in the store yet; not 0.
+  // How many words of MarkLost() for each are on their way to the store; not 0.
   std::map<WorkerRank, int> unsaid_ ABSL_GUARDED_BY(mu_);
   Store::Value changes_ ABSL_GUARDED_BY(mu_);
 

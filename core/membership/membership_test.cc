@@ -771,6 +771,43 @@ TEST_F(RunningJobTest, WhatWasSaidOfAnEarlierLossIsNotTakenForAWordOnALaterOne) 
   } while (!losses->are_all_said);
 }
 
+// Has no room for a word that worker 1 is lost, when asked to. Thread-safe.
+class FullStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (key == "lost/1" && is_full.exchange(false)) {
+      return absl::ResourceExhaustedError("the store is full");
+    }
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+  std::atomic<bool> is_full{false};
+};
+
+// It is not waited for: what the member says of a later loss is heard.
+TEST_F(RunningJobTest, AWordForWhichTheStoreHadNoRoomIsNotOnItsWay) {
+  Start(2);
+  const auto store = std::make_shared<FullStore>(store_);
+  Membership members(store, {.rank = 0, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://0").ok());
+  const WorkerInfo worker1 = *members.Find("worker1", Later());
+  store->is_full = true;
+  ASSERT_TRUE(members.MarkLost(worker1, "it was silent"));
+  ASSERT_TRUE(members.MarkLost(worker1, "it was silent again"));
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(),
+            absl::StrCat(worker1.incarnation, " it was silent again"));
+  ASSERT_TRUE(store_->Set("lost/1", "", Later()).ok());
+  const absl::Time end = absl::Now() + absl::Seconds(20);
+  absl::StatusOr<Membership::Losses> losses;
+  do {
+    losses = members.LossesOf({worker1});
+    ASSERT_TRUE(losses.ok()) << losses.status();
+  } while (!losses->are_all_said && absl::Now() < end);
+  EXPECT_TRUE(losses->are_all_said);
+  EXPECT_EQ(losses->denied.size(), 1u);
+}
+
 TEST_F(RunningJobTest, WhoHasSaidALossTakesItBack) {
   Start(2);
   const WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
