@@ -610,10 +610,16 @@ absl::StatusOr<bool> Membership::DenyLoss() {
   const std::string key = LostKey(self_.rank);
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
   const bool is_lost = LossOf(self_, entry).is_lost;
+  // What is not there any more another thread may have just denied, and those who would read that
+  // may not be woken yet: it waits for the store, and may give up. Asked first, for that thread
+  // leaves the flag behind.
+  const bool is_being_denied = denials_ > 0;
   // Whoever takes this over says so again if it fails. What another thread has said, and may not
   // have been heard, is that thread's: it may come to the store after those were woken here.
   const bool was_unheard = denial_is_unheard_.exchange(false);
-  if (!is_lost && !was_unheard) return false;
+  if (!is_lost && !is_being_denied && !was_unheard) return false;
+  ++denials_;
+  const absl::Cleanup is_over = [this] { --denials_; };  // after the next
   absl::Cleanup is_unheard = [this] { denial_is_unheard_ = true; };
   if (is_lost) DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
   DG_RETURN_IF_ERROR(WakeBarriers(kNow));

@@ -110,8 +110,8 @@ class Membership {
   // Takes back that word, or has it not said if it is on its way; what another worker has said
   // stays. The same.
   void MarkAlive(WorkerRank member, Incarnation incarnation);
-  // Takes back that this worker is lost, as another one said; returns whether one had, or an
-  // earlier time may not have been heard. A store that is silent has some seconds.
+  // Takes back that this worker is lost, as another one said; returns whether one had, or another
+  // denial may not have been heard (yet). A store that is silent has some seconds.
   absl::StatusOr<bool> DenyLoss();
 
   struct LostMember {
@@ -257,6 +257,7 @@ class Membership {
   // This member has denied that it is lost, may not have woken those who would read that, and no
   // thread is about to.
   std::atomic<bool> denial_is_unheard_{false};
+  std::atomic<int> denials_{0};  // on their way
 
   absl::Mutex mu_;
   // As this worker was told, and by which word; and the number of the last one.

@@ -882,27 +882,33 @@ TEST_F(RunningJobTest, AWordIsHeardThoughItsStoreFoundNoMemoryWhenItHadCome) {
   }
 }
 
-// Writes the first denial of worker 1 when it may go on, and does not answer then. Thread-safe.
+// Writes the first denial of worker 1 at once, or when it may go on, and does not answer then.
+// Thread-safe.
 class LateDenialStore final : public ForwardingStore {
  public:
-  using ForwardingStore::ForwardingStore;
+  LateDenialStore(std::shared_ptr<Store> store, bool writes_at_once)
+      : ForwardingStore(std::move(store)), writes_at_once_(writes_at_once) {}
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (key != "lost/1" || held.HasBeenNotified()) {
       return ForwardingStore::Set(key, value, deadline);
     }
+    if (writes_at_once_) ForwardingStore::Set(key, value, deadline).IgnoreError();
     held.Notify();
     go_on.WaitForNotification();
-    ForwardingStore::Set(key, value, deadline).IgnoreError();
+    if (!writes_at_once_) ForwardingStore::Set(key, value, deadline).IgnoreError();
     return absl::DeadlineExceededError("the store does not answer");
   }
 
   absl::Notification held, go_on;
+
+ private:
+  const bool writes_at_once_;
 };
 
 // What another thread has denied meanwhile, and woken those who would read it, was an earlier word.
 TEST_F(RunningJobTest, ADenialThatMayNotHaveBeenHeardIsSaidAgain) {
   Start(2);
-  const auto late = std::make_shared<LateDenialStore>(store_);
+  const auto late = std::make_shared<LateDenialStore>(store_, /*writes_at_once=*/false);
   Membership members(late, {.rank = 1, .world_size = 2});
   ASSERT_TRUE(Come(members, "inproc://1").ok());
   const std::string said =
@@ -917,6 +923,25 @@ TEST_F(RunningJobTest, ADenialThatMayNotHaveBeenHeardIsSaidAgain) {
   EXPECT_EQ(store_->Get("lost/1", Later()).value(), "");
   EXPECT_TRUE(members.DenyLoss().value()) << "nobody was woken since";
   EXPECT_FALSE(members.DenyLoss().value());
+}
+
+// Whoever has written it may wait for the store's answer for long, and give up then.
+TEST_F(RunningJobTest, ADenialOfWhichNobodyHasHeardYetIsSaidByAnotherThread) {
+  Start(2);
+  const auto late = std::make_shared<LateDenialStore>(store_, /*writes_at_once=*/true);
+  Membership members(late, {.rank = 1, .world_size = 2});
+  ASSERT_TRUE(Come(members, "inproc://1").ok());
+  const std::string said =
+      absl::StrCat(members.Find("worker1", Later())->incarnation, " it was silent");
+  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+  std::thread slow([&] { EXPECT_FALSE(members.DenyLoss().ok()); });
+  late->held.WaitForNotification();
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(), "");
+  const int64_t changes = members.Changes().value();
+  EXPECT_TRUE(members.DenyLoss().value());
+  EXPECT_NE(members.Changes().value(), changes) << "nobody was woken";
+  late->go_on.Notify();
+  slow.join();
 }
 
 // Who finds no memory says it again.
