@@ -63,10 +63,11 @@ class ShortClock : public Clock {
   Clock* const clock_;
 };
 
-// The agents "a", "b" and "c".
+// The agents "a", "b" and "c", or the first of them.
 struct Agents {
-  explicit Agents(const AgentOptions& options = {.heartbeat_limit = absl::Seconds(10)}) {
-    for (WorkerRank rank = 0; rank < 3; ++rank) {
+  explicit Agents(const AgentOptions& options = {.heartbeat_limit = absl::Seconds(10)},
+                  WorkerRank count = 3) {
+    for (WorkerRank rank = 0; rank < count; ++rank) {
       agents.push_back(
           std::make_unique<TestAgent>(&clock, network, rank, /*incarnation=*/1, options));
     }
@@ -257,6 +258,21 @@ TEST(AgentNoMemoryTest, TheWatchGoesOn) {
       all.a().Call(2, "echo", "x").Wait().status().IgnoreError();
     }
     EXPECT_TRUE(all.a().service.HasUnreachable(1));
+  }
+}
+
+// Of two alone, of whom the other one opens no connection either.
+TEST(AgentNoMemoryTest, AWatchedMemberThatCouldNotBePingedIsPingedLater) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    Agents all({.heartbeat_limit = absl::Seconds(10)}, /*count=*/2);
+    all.a().agent->WatchMembers(/*late=*/false);
+    FailAllocation(nth);
+    all.clock.Advance(absl::Seconds(2));
+    failed = FailAllocation(-1);
+    for (int i = 0; i < 3; ++i) all.clock.Advance(absl::Seconds(2));
+    EXPECT_GE(all.faults->hellos, 1);
   }
 }
 

@@ -45,6 +45,9 @@ void SendPing(Link& link) {
   }
 }
 
+// Whether nothing has come on that link or left, nor waits to leave.
+bool IsUntouched(const Link& link) { return link.heard() == 0 && link.sent() == 0 && link.idle(); }
+
 // Calls `f`, or closes the link where there is no memory for it.
 void OrClose(Link& link, absl::FunctionRef<void()> f) {
   try {
@@ -178,7 +181,9 @@ void LinkTable::Ping(WorkerRank peer) {
   std::shared_ptr<Link> link;
   {
     absl::MutexLock lock(&mu_);
-    if (by_peer_.contains(peer)) return;
+    // One on which nothing was sent may not be open: there was no memory for what would have been.
+    const auto found = by_peer_.find(peer);
+    if (found != by_peer_.end() && !IsUntouched(*found->second)) return;
     absl::StatusOr<std::shared_ptr<Link>> made = ToLocked(peer);
     if (!made.ok()) return;
     link = *std::move(made);

@@ -85,7 +85,8 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   absl::StatusOr<std::shared_ptr<Link>> To(WorkerRank peer);
   // Returns whether something has come on the link to a peer.
   bool HasHeardFrom(WorkerRank peer) const;
-  // Opens a link to a peer, if there is none; heartbeats keep it.
+  // Opens a link to a peer, if none is open; heartbeats keep it. Where this throws std::bad_alloc
+  // the next call does it.
   void Ping(WorkerRank peer);
   // Returns whether a link with that incarnation of a peer stands on which something has come.
   bool Hears(WorkerRank peer, Incarnation incarnation) const;
