@@ -114,9 +114,11 @@ void MemberSync::MayBeLost() {
 
 void MemberSync::DenyLoss() {
   const int seen = losses_to_deny_;
-  const bool is_silent = absl::IsDeadlineExceeded(DenyLossNow());
+  const absl::Status denied = DenyLossNow();
+  // One that is gone says nothing any more; one that is silent, or full, may yet.
+  const bool is_over = denied.ok() || absl::IsUnavailable(denied);
   // Of a connection that broke meanwhile the other end may speak yet.
-  if (!is_silent && losses_to_deny_.fetch_sub(seen) == seen) return;
+  if (is_over && losses_to_deny_.fetch_sub(seen) == seen) return;
   RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);
 }
 

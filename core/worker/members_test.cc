@@ -1036,11 +1036,16 @@ class MuteStore : public ForwardingStore {
   using ForwardingStore::ForwardingStore;
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (is_mute && key == "lost/1" && value.empty()) return absl::OkStatus();
+    if (key == "lost/1" && value.empty() && refusals > 0) {
+      --refusals;
+      return absl::ResourceExhaustedError("the store is full");
+    }
     if (key == "changes" && is_short.exchange(false)) throw std::bad_alloc();
     return ForwardingStore::Set(key, value, deadline);
   }
 
   std::atomic<bool> is_mute{false}, is_short{false};
+  std::atomic<int> refusals{0};  // of denials, from now on
 };
 
 // "worker0", which watches "worker1", and others, with faults between them.
@@ -1161,6 +1166,18 @@ TEST_F(WatcherTest, ADenialIsHeardThoughThereWasNoMemoryWhenItHadCome) {
   const Store::Value seen[] = {"1"};
   EXPECT_NE(store_->AwaitChange(keys, seen, Deadline::After(absl::Seconds(20))).value()[0], "1");
   EXPECT_FALSE(mute1_->is_short);
+}
+
+// When it reads that it is lost, and when it looks again.
+TEST_F(WatcherTest, ALossIsDeniedThoughTheStoreHadNoRoomForThatTwice) {
+  Start(3);
+  const std::string said =
+      absl::StrCat(workers_[0]->members()[1].incarnation, " it could not be reached");
+  mute1_->refusals = 2;
+  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
+  ASSERT_TRUE(store_->Set("changes", "1", Later()).ok());
+  workers_[1]->OnMember([](const MemberEvent&) {});
+  EXPECT_EQ(LossOf1(said, absl::Seconds(20)), "");
 }
 
 // Each word that one is lost, and each denial, is read by all.
