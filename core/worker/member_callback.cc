@@ -3,9 +3,9 @@
 #include "core/worker/member_callback.h"
 
 #include <exception>
-#include <new>
 #include <utility>
 
+#include "core/base/await_memory.h"
 #include "core/base/blocking.h"
 #include "core/base/log.h"
 #include "core/tensor/exception.h"
@@ -51,13 +51,9 @@ void MemberCallback::OnEvents() {
     if (function_ == nullptr || scheduled_) return;
     scheduled_ = true;
   }
-  try {
-    // A pool that is closed takes no more: the worker ends.
-    pool_->Schedule([this] { Run(); });
-  } catch (const std::bad_alloc&) {  // whoever has the next event does it
-    absl::MutexLock lock(&mu_);
-    scheduled_ = false;
-  }
+  // There may be no next event, with which another thread would do it. A pool that is closed takes
+  // no more: the worker ends.
+  AwaitMemory([this] { pool_->Schedule([this] { Run(); }); });
 }
 
 Peers::Events MemberCallback::Next() {
