@@ -586,6 +586,28 @@ TEST_P(CallsTest, WhatAnInlineFunctionLeavesDoesNotEndWhereItsCallsArrive) {
   EXPECT_NE(ended_on, served.load());
 }
 
+// Or who sends what is not taken would fill the memory of a worker whose pool is busy.
+TEST_P(CallsTest, WhatAnInlineFunctionLeavesCountsAgainstTheLimitUntilItHasEnded) {
+  Start({.workers = 2, .thread_count = 1, .limits = {.bytes_per_peer = 10'000}});
+  ASSERT_TRUE(worker(1)
+                  .RegisterOwnInline("distgrad.inline",
+                                     [](Request&) -> absl::StatusOr<Message> {
+                                       return absl::FailedPreconditionError("it takes nothing");
+                                     })
+                  .ok());
+  const Message message{"", {at::ones({6000}, at::kByte)}};
+  const Future<Message> held = TakeThreadOf1();
+  const Future<Message> first = worker(0).CallAsync(1, "distgrad.inline", message);
+  const absl::Status second = worker(0).Call(1, "distgrad.inline", message).status();
+  EXPECT_EQ(second.code(), StatusCode::kResourceExhausted) << second;
+  EXPECT_FALSE(first.Done());
+  go_on_.Notify();
+  EXPECT_EQ(first.Wait().status().code(), StatusCode::kFailedPrecondition) << first.Wait().status();
+  const absl::Status third = worker(0).Call(1, "distgrad.inline", message).status();
+  EXPECT_EQ(third.code(), StatusCode::kFailedPrecondition) << third;
+  EXPECT_TRUE(held.Wait().ok());
+}
+
 // With the one thread of the pool taken, only what the thread that reads messages runs itself is
 // answered.
 TEST_P(CallsTest, OnlyOperatorsThatMakeLittleRunWhereTheyArrive) {

@@ -216,6 +216,59 @@ TEST(FailedAllocationTest, AnAnswerEndsItsCall) {
   }
 }
 
+constexpr int kInlineAllocations = 12;  // more than there are behind an inline function
+
+// Stages of a pipeline own functions of the user's.
+TEST(FailedAllocationTest, WhatAnInlineFunctionOwnsDoesNotEndWhereItsCallsArrive) {
+  for (int nth = 0; nth < kInlineAllocations && !testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    Cluster cluster({.workers = 2, .thread_count = 1});
+    std::atomic<std::thread::id> served{};
+    absl::Notification ended;
+    std::thread::id ended_on;
+    auto owned = std::shared_ptr<int>(new int(0), [&](const int* owner) {
+      delete owner;
+      ended_on = std::this_thread::get_id();
+      ended.Notify();
+    });
+    ASSERT_EQ(cluster[1].RegisterOwnInline("distgrad.inline",
+                                           [&, nth, owned](Request&) -> absl::StatusOr<Message> {
+                                             served = std::this_thread::get_id();
+                                             cluster[1].UnregisterOwn("distgrad.inline");
+                                             FailAllocation(nth);
+                                             return Message{};
+                                           }),
+              absl::OkStatus());
+    owned = nullptr;
+    cluster[0].Call(1, "distgrad.inline", {}).status().IgnoreError();
+    ended.WaitForNotification();
+    EXPECT_NE(ended_on, served.load());
+    cluster.Kill(1);  // it may be lost to the other one, and could not leave in good order
+  }
+}
+
+// Nor does its caller wait on, or hear of something else than its error, where there is memory for
+// that.
+TEST(FailedAllocationTest, AnInlineFunctionThatLeavesTensorsAnswers) {
+  for (int nth = 0; nth < kInlineAllocations && !testing::Test::HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    Cluster cluster({.workers = 2, .thread_count = 1});
+    ASSERT_EQ(cluster[1].RegisterOwnInline("distgrad.inline",
+                                           [nth](Request&) -> absl::StatusOr<Message> {
+                                             absl::Status why = absl::DataLossError("not wanted");
+                                             FailAllocation(nth);
+                                             return why;
+                                           }),
+              absl::OkStatus());
+    const absl::Status answered =
+        cluster[0].Call(1, "distgrad.inline", {"", {at::ones({1})}}).status();
+    EXPECT_TRUE(absl::IsDataLoss(answered) || absl::IsResourceExhausted(answered) ||
+                absl::IsUnavailable(answered))
+        << answered;
+    cluster.Kill(1);  // it may be lost to the other one, and could not leave in good order
+  }
+}
+
 // A backward ends where an allocation of the thread that began it fails, and the next one is as
 // good as any.
 TEST(FailedAllocationTest, ABackwardEnds) {

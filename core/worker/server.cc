@@ -6,11 +6,11 @@
 #include <utility>
 #include <vector>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
 #include "core/autograd/context_record.h"
+#include "core/base/await_memory.h"
 #include "core/base/deadline.h"
 #include "core/base/near_names.h"
 #include "core/base/origin.h"
@@ -150,58 +150,72 @@ bool Server::RunsInline(const Request& request) const {
   return found != functions_.end() && found->second->is_inline;
 }
 
-void Server::LetGo(std::shared_ptr<const Function> function, Request& request) {
-  if (function == nullptr || !function->is_inline) return;
-  {
-    absl::MutexLock lock(&mu_);
-    const auto found = functions_.find(request.function);
-    // This one is not the last while the other stands. Else it was unregistered meanwhile.
-    if (found != functions_.end() && found->second == function) function = nullptr;
-  }
-  std::vector<at::Tensor>& left = request.message.tensors;
-  if (function == nullptr && left.empty()) return;
-  parts_.pool.Schedule([function = std::move(function), left = std::move(left)]() mutable {
-    function = nullptr;
-    left.clear();
-  });
-}
-
 void Server::Serve(Serving serving) {
   serving.call.Begin();
   absl::StatusOr<Message> reply = absl::InternalError("");
+  std::shared_ptr<const Function> function = FindFunction(serving.request.function);
   try {
-    std::shared_ptr<const Function> function = FindFunction(serving.request.function);
-    const absl::Cleanup let_go = [&] {
-      try {
-        LetGo(std::move(function), serving.request);
-      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it ends here, then
-      }
-    };
     if (serving.request.cancellation->cancelled()) {
-      return serving.call.Fail(serving.request.cancellation->why());
-    }
-    // A caller that is slow to say so has given up, too.
-    if (serving.request.deadline.Passed()) {
-      return serving.call.Fail(absl::DeadlineExceededError("its time was over before it began"));
-    }
-    serving.by_handler = function != nullptr && !function->is_own;
-    if (function != nullptr && function->async_handler != nullptr) {
-      return ServeLater(function->async_handler, std::make_shared<Serving>(std::move(serving)));
-    }
-    // The caller's modes are the handler's too.
-    const CallModesScope modes(serving.header.modes);
-    if (function != nullptr) {
-      reply = function->handler(serving.request);
-    } else if (IsOperator(serving.request.function)) {
-      serving.by_operator = true;
-      reply = ServeOperator(serving.request);
+      reply = serving.request.cancellation->why();
+    } else if (serving.request.deadline.Passed()) {
+      // A caller that is slow to say so has given up, too.
+      reply = absl::DeadlineExceededError("its time was over before it began");
     } else {
-      reply = NotRegistered(serving.request.function);
+      serving.by_handler = function != nullptr && !function->is_own;
+      if (function != nullptr && function->async_handler != nullptr) {
+        return ServeLater(function->async_handler, std::make_shared<Serving>(std::move(serving)));
+      }
+      reply = Run(serving, function.get());
     }
   } catch (...) {
     reply = StatusFromException(std::current_exception());
   }
+  const bool is_inline = function != nullptr && function->is_inline;
+  if (is_inline) LetGo(std::move(function), serving.request.function);
+  function = nullptr;
+  if (is_inline && !serving.request.message.tensors.empty()) {
+    return AnswerWhenFreed(std::move(serving), reply);
+  }
   Answer(serving, reply);
+}
+
+absl::StatusOr<Message> Server::Run(Serving& serving, const Function* function) {
+  // The caller's modes are the handler's too.
+  const CallModesScope modes(serving.header.modes);
+  if (function != nullptr) return function->handler(serving.request);
+  if (!IsOperator(serving.request.function)) return NotRegistered(serving.request.function);
+  serving.by_operator = true;
+  return ServeOperator(serving.request);
+}
+
+void Server::LetGo(std::shared_ptr<const Function> function, absl::string_view name) {
+  {
+    absl::MutexLock lock(&mu_);
+    const auto found = functions_.find(name);
+    // This one is not the last while the other stands. Else it was unregistered meanwhile.
+    if (found != functions_.end() && found->second == function) function = nullptr;
+  }
+  if (function == nullptr) return;
+  // This thread keeps it until there is memory for the task, and the task empties what both hold:
+  // so it ends there, whichever of the two lets go last.
+  const auto held = AwaitMemory(
+      [&] { return std::make_shared<std::shared_ptr<const Function>>(std::move(function)); });
+  AwaitMemory([&] { parts_.pool.Schedule([held] { held->reset(); }); });
+}
+
+void Server::AnswerWhenFreed(Serving serving, const absl::StatusOr<Message>& reply) {
+  std::shared_ptr<Serving> later;
+  try {
+    later = std::make_shared<Serving>(std::move(serving));
+    parts_.pool.Schedule([this, later, reply] {
+      later->request.message.tensors.clear();
+      Answer(*later, reply);
+    });
+  } catch (const std::bad_alloc&) {  // here, then, which gives some back
+    Serving& now = later != nullptr ? *later : serving;
+    now.request.message.tensors.clear();
+    Answer(now, reply);
+  }
 }
 
 void Server::ServeLater(const AsyncRequestHandler& handler,

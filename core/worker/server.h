@@ -80,12 +80,17 @@ class Server {
 
   // Whether running it takes less than handing it to another thread.
   bool RunsInline(const Request& request) const;
-  // Ends the use of an inline function, and the tensors of the request that it has left: on another
-  // thread, for the function may own what is its user's, and large tensors take long to free.
-  void LetGo(std::shared_ptr<const Function> function, Request& request);
   void Serve(Serving serving);
+  // Runs a function that answers at once, or an operator where there is none.
+  absl::StatusOr<Message> Run(Serving& serving, const Function* function);
   void ServeLater(const AsyncRequestHandler& handler, const std::shared_ptr<Serving>& serving);
   void Answer(Serving& serving, const absl::StatusOr<Message>& reply);
+  // Ends the use of an inline function, on another thread if it is the last: it may own what is its
+  // user's.
+  void LetGo(std::shared_ptr<const Function> function, absl::string_view name);
+  // Ends the tensors of the request, and then answers it: on another thread, for large tensors take
+  // long to free. Until then they count against the limits of their caller.
+  void AnswerWhenFreed(Serving serving, const absl::StatusOr<Message>& reply);
   absl::StatusOr<Message> ServeOperator(Request& request);
   // The error of a call of a function that is not there, with what to do.
   absl::Status NotRegistered(absl::string_view function) const;
