@@ -582,8 +582,8 @@ void Membership::Announce(const LostMember& lost) {
     said_[rank] = words;
     return true;
   });
-  // Also where it could not be written, for it never will be. Then a denial of an earlier loss is
-  // taken for one of this, and the member, which is watched again, is found lost once more.
+  // Also where it could not be written, for it never will be: what the member says from now on is
+  // heard. A denial of an earlier loss that still stands there is then taken for one of this.
   absl::MutexLock lock(&mu_);
   if (--unsaid_[rank] == 0) unsaid_.erase(rank);
 }
@@ -610,21 +610,30 @@ absl::StatusOr<bool> Membership::DenyLoss() {
   const std::string key = LostKey(self_.rank);
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
   const bool is_lost = LossOf(self_, entry).is_lost;
-  // What is not there any more another thread may have just denied, and those who would read that
-  // may not be woken yet: it waits for the store, and may give up. Asked first, for that thread
-  // leaves the flag behind.
-  const bool is_being_denied = denials_ > 0;
-  // Whoever takes this over says so again if it fails. What another thread has said, and may not
-  // have been heard, is that thread's: it may come to the store after those were woken here.
-  const bool was_unheard = denial_is_unheard_.exchange(false);
-  if (!is_lost && !is_being_denied && !was_unheard) return false;
-  ++denials_;
-  const absl::Cleanup is_over = [this] { --denials_; };  // after the next
-  absl::Cleanup is_unheard = [this] { denial_is_unheard_ = true; };
+  {
+    // What is not there any more another thread may have just denied, and those who would read that
+    // may not be woken yet: it waits for the store, and may give up. Or it has given up: whoever
+    // takes that over says so again if it fails, too.
+    absl::MutexLock lock(&mu_);
+    if (!is_lost && denials_ == 0 && !denial_is_unheard_) return false;
+    denial_is_unheard_ = false;
+    ++denials_;
+  }
+  bool is_heard = false;
+  const absl::Cleanup is_over = [this, &is_heard] {
+    absl::MutexLock lock(&mu_);
+    denial_is_unheard_ = denial_is_unheard_ || !is_heard;
+    --denials_;
+  };
   if (is_lost) DG_RETURN_IF_ERROR(store_->Set(key, "", kNow));
   DG_RETURN_IF_ERROR(WakeBarriers(kNow));
-  std::move(is_unheard).Cancel();
+  is_heard = true;
   return true;
+}
+
+bool Membership::DenialIsUnheard() {
+  absl::MutexLock lock(&mu_);
+  return denial_is_unheard_;
 }
 
 absl::StatusOr<int64_t> Membership::Changes() {
@@ -863,7 +872,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     check = false;
     check_again = Deadline::After(CheckAgain(size_));
     // This worker is alive.
-    if (absent->self || denial_is_unheard_) {
+    if (absent->self || DenialIsUnheard()) {
       DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }).status());
     }
     const bool fails = !absent->lost.empty() && barrier.on_lost == OnLost::kFail;

@@ -228,6 +228,7 @@ class Membership {
            absl::FunctionRef<bool(const Store::Value&)> is_wanted);
   // Returns whether that is what this worker has said of the loss of a member, and takes back.
   bool IsTakenBack(WorkerRank member, const Store::Value& entry) ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  bool DenialIsUnheard();
   // Asks again while the store is silent: until the deadline, the store's limit, or this worker
   // closes.
   template <typename Ask>
@@ -254,12 +255,12 @@ class Membership {
   // The number of members, without the lost, at the last check; and whether one was lost.
   std::atomic<int> size_{0};
   std::atomic<bool> any_lost_{false};
-  // This member has denied that it is lost, may not have woken those who would read that, and no
-  // thread is about to.
-  std::atomic<bool> denial_is_unheard_{false};
-  std::atomic<int> denials_{0};  // on their way
 
   absl::Mutex mu_;
+  // This member has denied that it is lost, may not have woken those who would read that, and no
+  // thread is about to.
+  bool denial_is_unheard_ ABSL_GUARDED_BY(mu_) = false;
+  int denials_ ABSL_GUARDED_BY(mu_) = 0;  // on their way
   // As this worker was told, and by which word; and the number of the last one.
   struct Told {
     LostMember lost;

@@ -114,9 +114,8 @@ void MemberSync::MayBeLost() {
 
 void MemberSync::DenyLoss() {
   const int seen = losses_to_deny_;
-  const absl::Status denied = DenyLossNow();
-  // One that is gone says nothing any more; one that is silent, or full, may yet.
-  const bool is_over = denied.ok() || absl::IsUnavailable(denied);
+  // A store that is silent or full may yet take it; one that is gone says so at once, each time.
+  const bool is_over = DenyLossNow().ok();
   // Of a connection that broke meanwhile the other end may speak yet.
   if (is_over && losses_to_deny_.fetch_sub(seen) == seen) return;
   RunLater(parts_.heartbeat_limit, &deny_timer_, &MemberSync::DenyLoss);

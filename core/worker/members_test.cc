@@ -1037,8 +1037,9 @@ class MuteStore : public ForwardingStore {
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (is_mute && key == "lost/1" && value.empty()) return absl::OkStatus();
     if (key == "lost/1" && value.empty() && refusals > 0) {
-      --refusals;
-      return absl::ResourceExhaustedError("the store is full");
+      // As a full file:// store says it, and as a full tcp:// store.
+      if (refusals-- % 2 == 0) return absl::ResourceExhaustedError("the store is full");
+      return absl::UnavailableError("it closes the connection on this request (is it full?)");
     }
     if (key == "changes" && is_short.exchange(false)) throw std::bad_alloc();
     return ForwardingStore::Set(key, value, deadline);
