@@ -1,8 +1,6 @@
 // Runs the programs of //examples in a folder of their own, and reads what they print.
 #include "benchmarks/example_rows.h"
 
-#include <sys/wait.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>

@@ -905,43 +905,49 @@ class LateDenialStore final : public ForwardingStore {
   const bool writes_at_once_;
 };
 
+// Worker 1 was said to be lost, and one of its threads, which denies that, is held by the store.
+class HeldDenialTest : public RunningJobTest {
+ protected:
+  void Hold(bool writes_at_once) {
+    Start(2);
+    late_ = std::make_shared<LateDenialStore>(store_, writes_at_once);
+    denier_.emplace(late_, MembershipOptions{.rank = 1, .world_size = 2});
+    ASSERT_TRUE(Come(*denier_, "inproc://1").ok());
+    said_ = absl::StrCat(denier_->Find("worker1", Later())->incarnation, " it was silent");
+    ASSERT_TRUE(store_->Set("lost/1", said_, Later()).ok());
+    slow_ = std::thread([&] { EXPECT_FALSE(denier_->DenyLoss().ok()); });
+    late_->held.WaitForNotification();
+  }
+  void LetGo() {
+    late_->go_on.Notify();
+    slow_.join();
+  }
+
+  std::shared_ptr<LateDenialStore> late_;
+  std::optional<Membership> denier_;
+  std::string said_;
+  std::thread slow_;
+};
+
 // What another thread has denied meanwhile, and woken those who would read it, was an earlier word.
-TEST_F(RunningJobTest, ADenialThatMayNotHaveBeenHeardIsSaidAgain) {
-  Start(2);
-  const auto late = std::make_shared<LateDenialStore>(store_, /*writes_at_once=*/false);
-  Membership members(late, {.rank = 1, .world_size = 2});
-  ASSERT_TRUE(Come(members, "inproc://1").ok());
-  const std::string said =
-      absl::StrCat(members.Find("worker1", Later())->incarnation, " it was silent");
-  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
-  std::thread slow([&] { EXPECT_FALSE(members.DenyLoss().ok()); });
-  late->held.WaitForNotification();
-  EXPECT_TRUE(members.DenyLoss().value());
-  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
-  late->go_on.Notify();
-  slow.join();
+TEST_F(HeldDenialTest, ADenialThatMayNotHaveBeenHeardIsSaidAgain) {
+  ASSERT_NO_FATAL_FAILURE(Hold(/*writes_at_once=*/false));
+  EXPECT_TRUE(denier_->DenyLoss().value());
+  EXPECT_TRUE(store_->Set("lost/1", said_, Later()).ok());
+  LetGo();
   EXPECT_EQ(store_->Get("lost/1", Later()).value(), "");
-  EXPECT_TRUE(members.DenyLoss().value()) << "nobody was woken since";
-  EXPECT_FALSE(members.DenyLoss().value());
+  EXPECT_TRUE(denier_->DenyLoss().value()) << "nobody was woken since";
+  EXPECT_FALSE(denier_->DenyLoss().value());
 }
 
 // Whoever has written it may wait for the store's answer for long, and give up then.
-TEST_F(RunningJobTest, ADenialOfWhichNobodyHasHeardYetIsSaidByAnotherThread) {
-  Start(2);
-  const auto late = std::make_shared<LateDenialStore>(store_, /*writes_at_once=*/true);
-  Membership members(late, {.rank = 1, .world_size = 2});
-  ASSERT_TRUE(Come(members, "inproc://1").ok());
-  const std::string said =
-      absl::StrCat(members.Find("worker1", Later())->incarnation, " it was silent");
-  ASSERT_TRUE(store_->Set("lost/1", said, Later()).ok());
-  std::thread slow([&] { EXPECT_FALSE(members.DenyLoss().ok()); });
-  late->held.WaitForNotification();
+TEST_F(HeldDenialTest, ADenialOfWhichNobodyHasHeardYetIsSaidByAnotherThread) {
+  ASSERT_NO_FATAL_FAILURE(Hold(/*writes_at_once=*/true));
   EXPECT_EQ(store_->Get("lost/1", Later()).value(), "");
-  const int64_t changes = members.Changes().value();
-  EXPECT_TRUE(members.DenyLoss().value());
-  EXPECT_NE(members.Changes().value(), changes) << "nobody was woken";
-  late->go_on.Notify();
-  slow.join();
+  const int64_t changes = denier_->Changes().value();
+  EXPECT_TRUE(denier_->DenyLoss().value());
+  EXPECT_NE(denier_->Changes().value(), changes) << "nobody was woken";
+  LetGo();
 }
 
 // Who finds no memory says it again.

@@ -66,7 +66,7 @@ class MemberSync {
   // have broken, or it may have failed to open one.
   void MayBeLost();
   // Takes back that this worker is lost, should another one have said so: later, and again until
-  // the store has taken it, or is gone.
+  // the store has taken it.
   void DenyLoss();
   // Does so once, now.
   absl::Status DenyLossNow();

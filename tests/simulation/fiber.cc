@@ -106,10 +106,7 @@ Fiber* running = nullptr;  // where fibers share a thread
 
 }  // namespace
 
-bool Fiber::Share(bool allowed) {
-  shares = allowed && CanShare();
-  return shares;
-}
+void Fiber::Share(bool allowed) { shares = allowed && CanShare(); }
 
 void Fiber::Wait(std::atomic<uint32_t>& word) {
   while (word.load(std::memory_order_acquire) == 0) Futex(word, FUTEX_WAIT_PRIVATE, 0);

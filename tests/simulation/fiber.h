@@ -24,9 +24,8 @@ class Fiber {
  public:
   static constexpr size_t kLeastStack = size_t{256} << 10;
 
-  // Before there are any: whether they share the thread of Adopt(), if that is allowed. Returns
-  // whether they do.
-  static bool Share(bool allowed);
+  // Before there are any: has them share the thread of Adopt(), if that is allowed and can be.
+  static void Share(bool allowed);
 
   Fiber() = default;
   Fiber(const Fiber&) = delete;
