@@ -29,6 +29,9 @@ constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's 
 // How long a thread that waits for others may take to notice that this worker was closed.
 constexpr absl::Duration kCheckInterval = absl::Seconds(1);
 
+// How often what a full store had no room for is said again.
+constexpr absl::Duration kCheckRoom = absl::Milliseconds(100);
+
 // After how long a worker that waits for others checks by itself who has come, in case somebody
 // died after changing the members and before saying so. So rarely that it costs little, however
 // many wait.
@@ -562,8 +565,13 @@ bool Membership::Say(const std::string& key, const std::string& value,
   while (next != kDone && !closed_) {
     // What was done stays done where there is no memory for what follows.
     const absl::Status status = AwaitMemory(go_on);
-    // Nobody else may know of it: so a store that is silent is asked for as long as that lasts.
-    if (!status.ok() && !absl::IsDeadlineExceeded(status)) return false;
+    // Nobody else may know of it: so a store that is silent, or has no room, is asked for as long
+    // as that lasts.
+    if (absl::IsResourceExhausted(status)) {
+      absl::SleepFor(kCheckRoom);
+    } else if (!status.ok() && !absl::IsDeadlineExceeded(status)) {
+      return false;
+    }
   }
   return next == kDone;
 }

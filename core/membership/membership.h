@@ -223,7 +223,7 @@ class Membership {
   void Announce(const LostMember& lost);
   void TakeBack(WorkerRank member);
   // Writes `value`, unless what is there makes that unwanted, and wakes barriers. Returns whether
-  // there is nothing left to do; waits while the store is silent.
+  // there is nothing left to do; waits while the store is silent or full.
   bool Say(const std::string& key, const std::string& value,
            absl::FunctionRef<bool(const Store::Value&)> is_wanted);
   // Returns whether that is what this worker has said of the loss of a member, and takes back.

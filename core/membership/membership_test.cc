@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <new>
 #include <optional>
@@ -771,41 +772,83 @@ TEST_F(RunningJobTest, WhatWasSaidOfAnEarlierLossIsNotTakenForAWordOnALaterOne) 
   } while (!losses->are_all_said);
 }
 
-// Has no room for a word that worker 1 is lost, when asked to. Thread-safe.
+// Has no room for the next words on a loss of worker 1. Thread-safe.
 class FullStore final : public ForwardingStore {
  public:
   using ForwardingStore::ForwardingStore;
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    if (key == "lost/1" && is_full.exchange(false)) {
+    if (key == "lost/1" && refusals > 0) {
+      --refusals;
       return absl::ResourceExhaustedError("the store is full");
     }
     return ForwardingStore::Set(key, value, deadline);
   }
 
-  std::atomic<bool> is_full{false};
+  std::atomic<int> refusals{0};
 };
 
-// It is not waited for: what the member says of a later loss is heard.
-TEST_F(RunningJobTest, AWordForWhichTheStoreHadNoRoomIsNotOnItsWay) {
-  Start(2);
-  const auto store = std::make_shared<FullStore>(store_);
-  Membership members(store, {.rank = 0, .world_size = 2});
-  ASSERT_TRUE(Come(members, "inproc://0").ok());
-  const WorkerInfo worker1 = *members.Find("worker1", Later());
-  store->is_full = true;
-  ASSERT_TRUE(members.MarkLost(worker1, "it was silent"));
-  ASSERT_TRUE(members.MarkLost(worker1, "it was silent again"));
-  EXPECT_EQ(store_->Get("lost/1", Later()).value(),
-            absl::StrCat(worker1.incarnation, " it was silent again"));
+class FullStoreTest : public RunningJobTest {
+ protected:
+  void SetUp() override {
+    Start(2);
+    full_ = std::make_shared<FullStore>(store_);
+    watcher_.emplace(full_, MembershipOptions{.rank = 0, .world_size = 2});
+    ASSERT_TRUE(Come(*watcher_, "inproc://0").ok());
+    worker1_ = *watcher_->Find("worker1", Later());
+  }
+  // Waits until no word is on its way any more.
+  Membership::Losses AwaitSaid() {
+    for (;;) {
+      const absl::StatusOr<Membership::Losses> losses = watcher_->LossesOf({worker1_});
+      EXPECT_TRUE(losses.ok()) << losses.status();
+      if (!losses.ok() || losses->are_all_said) return losses.value_or(Membership::Losses());
+    }
+  }
+
+  std::shared_ptr<FullStore> full_;
+  std::optional<Membership> watcher_;
+  WorkerInfo worker1_;
+};
+
+// Nobody else may know of it, and those who wait for that member would do so to their deadlines.
+TEST_F(FullStoreTest, ALossIsSaidOnceThereIsRoom) {
+  full_->refusals = 2;
+  ASSERT_TRUE(watcher_->MarkLost(worker1_, "it was silent"));
+  ASSERT_EQ(store_->Get("lost/1", Deadline::After(absl::Seconds(20))).value_or("nothing"),
+            absl::StrCat(worker1_.incarnation, " it was silent"));
+  const absl::Status status = watcher_->Barrier(Later());
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  // Then it is not waited for: what the member says of it is heard.
   ASSERT_TRUE(store_->Set("lost/1", "", Later()).ok());
-  const absl::Time end = absl::Now() + absl::Seconds(20);
-  absl::StatusOr<Membership::Losses> losses;
-  do {
-    losses = members.LossesOf({worker1});
-    ASSERT_TRUE(losses.ok()) << losses.status();
-  } while (!losses->are_all_said && absl::Now() < end);
-  EXPECT_TRUE(losses->are_all_said);
-  EXPECT_EQ(losses->denied.size(), 1u);
+  EXPECT_EQ(AwaitSaid().denied.size(), 1u);
+}
+
+TEST_F(FullStoreTest, ALossIsTakenBackOnceThereIsRoom) {
+  ASSERT_TRUE(watcher_->MarkLost(worker1_, "it was silent"));
+  ASSERT_TRUE(store_->Get("lost/1", Later()).ok());
+  full_->refusals = 2;
+  watcher_->MarkAlive(1, worker1_.incarnation);
+  const std::string keys[] = {"lost/1"};
+  const Store::Value said[] = {absl::StrCat(worker1_.incarnation, " it was silent")};
+  EXPECT_EQ(store_->AwaitChange(keys, said, Deadline::After(absl::Seconds(20))).value()[0], "");
+}
+
+TEST_F(FullStoreTest, ALossThatIsOverIsNotSaid) {
+  store_->Set("lost/1", "", Later()).IgnoreError();  // an earlier one was denied
+  full_->refusals = std::numeric_limits<int>::max();
+  ASSERT_TRUE(watcher_->MarkLost(worker1_, "it was silent"));
+  EXPECT_FALSE(watcher_->LossesOf({worker1_})->are_all_said);
+  watcher_->MarkAlive(1, worker1_.incarnation);
+  AwaitSaid();
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(), "");
+}
+
+TEST_F(FullStoreTest, WhoEndsDoesNotWaitForRoom) {
+  full_->refusals = std::numeric_limits<int>::max();
+  ASSERT_TRUE(watcher_->MarkLost(worker1_, "it was silent"));
+  watcher_.reset();
+  EXPECT_EQ(store_->Get("lost/1", absl::InfinitePast()).status().code(),
+            absl::StatusCode::kNotFound);
 }
 
 TEST_F(RunningJobTest, WhoHasSaidALossTakesItBack) {

@@ -20,10 +20,11 @@ namespace distgrad {
 
 // Thread-safe. Every call may block: never call it on a pool's or a transport's thread.
 //
-// Three codes tell what a caller can do when a call fails: kNotFound, the key is not there;
+// Four codes tell what a caller can do when a call fails: kNotFound, the key is not there;
 // kDeadlineExceeded, the store itself did not answer in time, and another call may succeed;
-// kUnavailable, the store is gone for good. A store that does not answer is given some seconds,
-// also past the deadline: on a busy machine its turn may come late.
+// kResourceExhausted, it has no room for what it was to keep, and may have later; kUnavailable, the
+// store is gone for good. A store that does not answer is given some seconds, also past the
+// deadline: on a busy machine its turn may come late.
 //
 // Keys are not empty. A key holds either what Set() gave it or a counter of Add(); a counter
 // reads as a decimal number.

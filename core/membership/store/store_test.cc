@@ -1641,7 +1641,7 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoom) {
   ASSERT_TRUE(client->Set("key", std::string(700, 'x'), Later()).ok());
   ASSERT_TRUE(client->Set("key", std::string(800, 'x'), Later()).ok());  // in place of the other
   const absl::Status full = client->Set("more", std::string(200, 'x'), Later());
-  EXPECT_EQ(full.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(absl::StrContains(full.message(), "is it full?")) << full;
   EXPECT_EQ(client->Get("key", Later()).value(), std::string(800, 'x'));
   EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));

@@ -264,10 +264,10 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
       return absl::AbortedError(
           absl::StrCat(status.message(), "; whether it has added to the counter is not known"));
     }
-    // A server closes the connection on what it does not like, but on no wait.
+    // A server closes the connection on what it has no room for, but on no wait.
     if (is_new && request.wait == absl::ZeroDuration() && absl::IsUnavailable(status) &&
         ++closed == 2) {
-      return absl::UnavailableError(
+      return absl::ResourceExhaustedError(
           absl::StrCat("it closes the connection on this request (is it full?): ", last.message()));
     }
   } while (backoff.Sleep());
