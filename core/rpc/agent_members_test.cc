@@ -154,7 +154,10 @@ class Silence : public FaultInjector {
 };
 
 AgentOptions Options(Directory* directory) {
-  return {.directory = directory, .heartbeat_limit = kLimit, .max_workers = 100};
+  return {.directory = directory,
+          .heartbeat_limit = kLimit,
+          .max_workers = 100,
+          .limits = {.calls_per_peer = 100, .calls = 100}};
 }
 
 class AgentMembersTest : public testing::Test {
@@ -299,6 +302,10 @@ class PlayedPeerTest : public testing::Test {
     };
     mu_.Await(absl::Condition(&there));
     return accepted_[n];
+  }
+  size_t CountAccepted() {
+    absl::MutexLock lock(&mu_);
+    return accepted_.size();
   }
   // Opens a connection to "x" with that hello, but for who says it to whom.
   Played Connect(Hello hello) {
@@ -532,6 +539,25 @@ TEST_F(PlayedPeerTest, AConnectionThatIsNeverOpenIsGivenUpThoughItsPeerLives) {
   const auto next = x_.Call(1, "echo", "y");
   const Hello hello = AwaitAccepted(0).end->AwaitHello();
   EXPECT_EQ(hello.number, hello.first_own) << "no other one has been opened";
+}
+
+// A call that was refused here has sent nothing to its peer: how long that may take to be reached
+// is counted from what is sent.
+TEST_F(PlayedPeerTest, ARefusedCallTakesNoTimeFromThePeer) {
+  std::vector<Future<std::string>> own;
+  do {
+    own.push_back(x_.Call(0, "keep"));
+  } while (!own.back().Done());
+  ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  clock_.Advance(2 * kLimit);
+  x_.agent->WatchMembers(/*late=*/false);
+  clock_.Advance(absl::Seconds(1));
+  const Played first = AwaitAccepted(0);
+  first.end->AwaitHello();
+  clock_.Advance(absl::Seconds(2));
+  first.connection->Close();
+  while (CountAccepted() < 2 && !x_.service.HasUnreachable(1)) std::this_thread::yield();
+  EXPECT_FALSE(x_.service.HasUnreachable(1));
 }
 
 // It has opened no connection itself.

@@ -221,6 +221,12 @@ void LinkTable::AskLost(WorkerRank peer, Incarnation incarnation) {
 // Before a connection is opened the store is asked who the peer is now: it may have come back
 // elsewhere.
 void LinkTable::Open(const std::shared_ptr<Link>& link, WorkerRank to) {
+  {
+    // Long after it was made, maybe: what was to be sent there before was refused.
+    absl::MutexLock lock(&mu_);
+    const auto found = links_.find(link->number());
+    if (found != links_.end()) found->second.asked_for = clock_->Now();
+  }
   StartHeartbeat();
   if (directory_ == nullptr) return Connect(link, to);
   const absl::Duration patience = peers_->Find(to) ? kPatienceForKnown : kPatience;

@@ -132,7 +132,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
       kDropped,  // it was refused, or its peer has come back
     };
     std::shared_ptr<Link> link;
-    absl::Time asked_for = absl::InfinitePast();  // when we wanted it
+    absl::Time asked_for = absl::InfinitePast();  // when it was made, and then when it was opened
     Mark mark = Mark::kNone;
     uint64_t peers_number = 0;  // of one that was accepted: what its hello says
     // Of one with a peer that is taken for lost: the loss (Peers::LossOf) after which it was
