@@ -5,12 +5,14 @@
 #include <cstddef>
 #include <limits>
 #include <map>
+#include <optional>
 #include <random>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "core/base/await_memory.h"
@@ -44,7 +46,7 @@ std::string EntryKey(int rank) { return absl::StrCat("worker/", rank); }
 std::string IncarnationsKey(int rank) { return absl::StrCat("worker/", rank, "/incarnations"); }
 std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its rank
 std::string LostKey(int rank) { return absl::StrCat("lost/", rank); }  // the incarnation that is
-std::string AtKey(int rank) { return absl::StrCat("at/", rank); }      // the barrier it has come to
+std::string AtKey(int rank) { return absl::StrCat("at/", rank); }      // a BarrierMark
 std::string ClaimsKey(absl::string_view name) { return absl::StrCat("claims/", name); }
 constexpr char kJoined[] = "joined";    // counts the workers that have an entry
 constexpr char kAll[] = "all";          // all of the start have one
@@ -131,6 +133,26 @@ absl::Status Lost(const std::vector<Membership::LostMember>& lost) {
   // Where several go together one cause will do.
   if (!lost.front().reason.empty()) absl::StrAppend(&text, ": ", lost.front().reason);
   return absl::UnavailableError(text);
+}
+
+// What a worker writes when it has come to a barrier.
+struct BarrierMark {
+  Incarnation worker = 0;
+  int64_t barrier = 0;
+};
+
+std::string EncodeMark(const BarrierMark& mark) {
+  return absl::StrCat(mark.worker, " ", mark.barrier);
+}
+
+std::optional<BarrierMark> DecodeMark(absl::string_view text) {
+  const std::pair<absl::string_view, absl::string_view> parts = absl::StrSplit(text, ' ');
+  BarrierMark mark;
+  if (!absl::SimpleAtoi(parts.first, &mark.worker) ||
+      !absl::SimpleAtoi(parts.second, &mark.barrier) || mark.barrier < 0) {
+    return std::nullopt;
+  }
+  return mark;
 }
 
 // Another thread may have been in the same barrier, and be further by now.
@@ -359,10 +381,10 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline)
     DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> marks, store_->GetEach(keys, deadline));
     int64_t begun = 0;
     for (size_t i = 0; i < keys.size(); ++i) {
-      int64_t number = 0;
       if (!marks[i].has_value()) continue;
-      if (!absl::SimpleAtoi(*marks[i], &number) || number < 0) return Malformed(keys[i]);
-      begun = std::max(begun, number);
+      const std::optional<BarrierMark> mark = DecodeMark(*marks[i]);
+      if (!mark.has_value()) return Malformed(keys[i]);
+      begun = std::max(begun, mark->barrier);
     }
     if (begun == self_.barriers) break;
     self_.barriers = begun;
@@ -481,17 +503,30 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::All(Deadline deadline) {
                                [](const auto& worker) { return worker.left; }),
                 workers.end());
   size_ = static_cast<int>(workers.size());
-  if (read_ != nullptr) read_(workers);
+  if (read_ != nullptr) read_(workers, {});
   return workers;
 }
 
 absl::Status Membership::Leave(Deadline deadline) {
+  DG_RETURN_IF_ERROR(PublishLeft(deadline));
+  return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
+}
+
+absl::Status Membership::PublishLeft(Deadline deadline) {
+  const absl::StatusOr<WorkerInfo> now =
+      Patiently(deadline, [&](Deadline until) { return Find(self_.rank, until); });
+  if (now.ok() && now->incarnation > self_.incarnation) return Replaced();
   WorkerInfo left = self_;
   left.left = true;
-  DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
+  return Patiently(deadline, [&](Deadline until) {
     return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
-  }));
-  return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
+  });
+}
+
+absl::Status Membership::Replaced() const {
+  return absl::FailedPreconditionError(
+      absl::StrCat("this incarnation of worker '", self_.name, "' (", self_.rank,
+                   ") is over: the worker has come back since, in another process"));
 }
 
 // ----------------------------------------------------------------------------- Lost members
@@ -614,6 +649,7 @@ bool Membership::IsTakenBack(WorkerRank member, const Store::Value& entry) {
 }
 
 absl::StatusOr<bool> Membership::DenyLoss() {
+  DG_RETURN_IF_ERROR(CheckOpen());
   constexpr absl::Time kNow = absl::InfinitePast();
   const std::string key = LostKey(self_.rank);
   DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
@@ -725,13 +761,7 @@ absl::Status Membership::Shutdown(Deadline deadline, OnLost on_lost,
   if (status.ok()) status = WaitAtBarrier({"finish", "finish", kLast, on_lost}, deadline);
   if (status.ok()) finished_ = true;
   // So that worker 0 does not miss it, when it is gone. Nobody else has to hear of it.
-  WorkerInfo left = self_;
-  left.left = true;
-  if (status.ok()) {
-    status = Patiently(deadline, [&](Deadline until) {
-      return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
-    });
-  }
+  if (status.ok()) status = PublishLeft(deadline);
   if (status.ok()) status = GoAfterAll(deadline);
   return Annotate(status, "waiting for all workers to shut down");
 }
@@ -774,10 +804,6 @@ std::string Membership::MarkKey(const BarrierSpec& barrier, WorkerRank worker) {
   return absl::StrCat(barrier.arrivals, "/", worker);
 }
 
-std::string Membership::Mark(const BarrierSpec& barrier, const WorkerInfo& worker) {
-  return barrier.number == kLast ? absl::StrCat(worker.incarnation) : absl::StrCat(barrier.number);
-}
-
 // Another thread may be further, and its mark must not be taken back.
 absl::Status Membership::WriteMark(const BarrierSpec& barrier, Deadline deadline) {
   BarrierSpec furthest = barrier;
@@ -785,7 +811,8 @@ absl::Status Membership::WriteMark(const BarrierSpec& barrier, Deadline deadline
   for (;;) {
     if (barrier.number != kLast) furthest.number = coming_;
     DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
-      return store_->Set(MarkKey(furthest, self_.rank), Mark(furthest, self_), until);
+      return store_->Set(MarkKey(furthest, self_.rank),
+                         EncodeMark({self_.incarnation, furthest.number}), until);
     }));
     if (barrier.number == kLast || coming_ == furthest.number) return absl::OkStatus();
   }
@@ -793,10 +820,8 @@ absl::Status Membership::WriteMark(const BarrierSpec& barrier, Deadline deadline
 
 bool Membership::HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
                          const Store::Value& mark) {
-  if (!mark.has_value()) return false;
-  if (barrier.number == kLast) return *mark == Mark(barrier, worker);
-  int64_t number = 0;
-  return absl::SimpleAtoi(*mark, &number) && number >= barrier.number;
+  const std::optional<BarrierMark> come = DecodeMark(mark.value_or(""));
+  return come.has_value() && come->worker == worker.incarnation && come->barrier >= barrier.number;
 }
 
 absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& barrier,
@@ -811,7 +836,7 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
   const Words words = WordsSoFar();
   DG_ASSIGN_OR_RETURN(const std::vector<Store::Value> values, store_->GetEach(keys, deadline));
   Absent absent;
-  std::vector<WorkerInfo> members;
+  std::vector<WorkerInfo> members, denied;
   int present = 0;
   bool any_lost = false;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -821,23 +846,28 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
                         DecodeWorkerInfo(*of_worker[0], static_cast<WorkerRank>(rank)));
     Loss loss = LossOf(member, of_worker[1]);
     Forget(words, member, loss);
+    const bool is_self = member.rank == self_.rank;
+    const bool is_this = is_self && member.incarnation == self_.incarnation;
+    absent.is_replaced = absent.is_replaced || (is_self && member.incarnation > self_.incarnation);
     if (member.left) continue;
     const bool lost = loss.is_lost;
     members.push_back(member);
-    if (lost && member.incarnation == self_.incarnation && member.rank == self_.rank) {
+    if (words.IsDenied(member.rank, loss)) denied.push_back(member);
+    if (lost && is_this) {
       absent.self = true;
     } else if (lost) {
       any_lost = true;
     }
     present += lost ? 0 : 1;
     if (member.barriers >= barrier.number || HasCome(barrier, member, of_worker[2])) continue;
+    absent.mark_is_gone = absent.mark_is_gone || is_this;
     if (lost) {
       absent.lost.push_back({std::move(member), std::move(loss.reason)});
     } else {
       absent.late.push_back(std::move(member));
     }
   }
-  if (read_ != nullptr) read_(members);
+  if (read_ != nullptr) read_(members, denied);
   size_ = present;
   any_lost_ = any_lost;
   return absent;
@@ -879,6 +909,17 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     SetLastChanges(changes);
     check = false;
     check_again = Deadline::After(CheckAgain(size_));
+    if (absent->is_replaced) {
+      // The later incarnation's mark may have been under the one that this has written.
+      WakeBarriers(absl::InfinitePast()).IgnoreError();
+      return Replaced();
+    }
+    if (absent->mark_is_gone) {
+      // An earlier incarnation, which lives, has written its own.
+      DG_RETURN_IF_ERROR(WithLost(WriteMark(barrier, deadline)));
+      check = true;
+      continue;
+    }
     // This worker is alive.
     if (absent->self || DenialIsUnheard()) {
       DG_RETURN_IF_ERROR(Patiently(deadline, [this](Deadline) { return DenyLoss(); }).status());

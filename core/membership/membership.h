@@ -87,9 +87,12 @@ class Membership {
   std::vector<absl::StatusOr<WorkerInfo>> FindEach(absl::Span<const Who> workers,
                                                    Deadline deadline);
 
-  // Has `read` called with the members whenever a thread that waits for all has read them: on that
-  // thread, which may block. Called once, before any thread waits.
-  void OnRead(std::function<void(const std::vector<WorkerInfo>&)> read) { read_ = std::move(read); }
+  // Has `read` called with the members whenever a thread that waits for all has read them, and with
+  // those of them whose loss has been taken back: on that thread, which may block. Called once,
+  // before any thread waits.
+  using Read = std::function<void(const std::vector<WorkerInfo>& members,
+                                  const std::vector<WorkerInfo>& denied)>;
+  void OnRead(Read read) { read_ = std::move(read); }
 
   // Return the members that have not left, by rank; and all that ever were.
   absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
@@ -98,7 +101,8 @@ class Membership {
   // Returns whether this worker came when the job had started.
   bool late() const { return late_; }
 
-  // Says that this worker leaves.
+  // Says that this worker leaves. kFailedPrecondition, as in a barrier and at the end, for one
+  // whose worker has come back as a later incarnation: it may have been stopped meanwhile.
   absl::Status Leave(Deadline deadline);
 
   // Says that this incarnation of a member is lost, and why: all workers that wait for it in a
@@ -111,7 +115,8 @@ class Membership {
   // stays. The same.
   void MarkAlive(WorkerRank member, Incarnation incarnation);
   // Takes back that this worker is lost, as another one said; returns whether one had, or another
-  // denial may not have been heard (yet). A store that is silent has some seconds.
+  // denial may not have been heard (yet). A store that is silent has some seconds; kCancelled once
+  // this is closed.
   absl::StatusOr<bool> DenyLoss();
 
   struct LostMember {
@@ -164,6 +169,9 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
   absl::Status Publish(Deadline deadline);
+  absl::Status PublishLeft(Deadline deadline);
+  // The error of an incarnation that is over.
+  absl::Status Replaced() const;
   // Wakes all workers that wait in a barrier: the members are others now.
   absl::Status WakeBarriers(Deadline deadline);
   // Returns the number of ranks that there may be.
@@ -180,11 +188,12 @@ class Membership {
   struct Absent {
     std::vector<WorkerInfo> late;
     std::vector<LostMember> lost;
-    bool self = false;  // this worker itself is taken for lost
+    bool self = false;          // this worker itself is taken for lost
+    bool is_replaced = false;   // it is over, for it has come back as a later incarnation
+    bool mark_is_gone = false;  // what says that it has come is not there
   };
-  // Return the entry which says that a worker has come, and what it holds then.
+  // Returns the entry which says that a worker has come.
   static std::string MarkKey(const BarrierSpec& barrier, WorkerRank worker);
-  static std::string Mark(const BarrierSpec& barrier, const WorkerInfo& worker);
   absl::Status WriteMark(const BarrierSpec& barrier, Deadline deadline);
   static bool HasCome(const BarrierSpec& barrier, const WorkerInfo& worker,
                       const Store::Value& mark);
@@ -243,9 +252,9 @@ class Membership {
 
   // Constant after Enter().
   WorkerInfo self_;
-  int world_size_ = 0;                                        // at the job's start
-  bool late_ = false;                                         // the job had started before
-  std::function<void(const std::vector<WorkerInfo>&)> read_;  // may be null
+  int world_size_ = 0;  // at the job's start
+  bool late_ = false;   // the job had started before
+  Read read_;           // may be null
 
   std::atomic<bool> closed_{false};
   std::atomic<bool> finished_{false};
