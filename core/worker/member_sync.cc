@@ -1,9 +1,11 @@
 // Asks the store, and tells the agent and the store which workers are lost.
 #include "core/worker/member_sync.h"
 
+#include <algorithm>
 #include <memory>
 #include <new>
 #include <string>
+#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
@@ -209,18 +211,41 @@ void MemberSync::Read() {
     // The next look finds no loss any more, though memory may have failed before it was heard that
     // there is none.
     if (member.worker.rank == parts_.self) {
-      AwaitMemory([this] {
-        if (HasJustDenied() || !DenyLossNow().ok()) MayBeLost();
+      AwaitMemory([&] {
+        if (HasJustDenied()) return MayBeLost();
+        if (DenyLossNow().ok()) return;
+        is_all = false;
+        MayBeLost();
       });
     }
     parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
-  for (const WorkerInfo& member : losses->denied) {
+  TakeDenied(*losses);
+  // What this worker itself has to say of a loss, or takes back, is read when it is there.
+  if (is_all) changes_ = *changes;
+}
+
+void MemberSync::TakeDenied(const Membership::Losses& losses) {
+  for (const WorkerInfo& member : losses.denied) {
     marked_.erase(member.rank);
     parts_.agent.SetAlive(member.rank, member.incarnation);
   }
-  // What this worker itself has to say of a loss, or takes back, is read when it is there.
-  if (is_all) changes_ = *changes;
+}
+
+// Whoever told of the loss watches the member again from then on, also where nobody reads what
+// happens to members: or nobody would find it lost once more. A loss that is told meanwhile is one
+// that this denial does not concern.
+void MemberSync::OnDenied(std::vector<WorkerInfo> members) {
+  const auto is_alive = [this](const WorkerInfo& member) {
+    return parts_.agent.LossOf(member.rank, member.incarnation) == 0;
+  };
+  members.erase(std::remove_if(members.begin(), members.end(), is_alive), members.end());
+  if (members.empty()) return;
+  // Where there is no thread for it the barrier's next look brings it again.
+  parts_.lookups.Run([this, members = std::move(members)] {
+    const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(members);
+    if (losses.ok()) TakeDenied(*losses);
+  });
 }
 
 bool MemberSync::TakesBack(const WorkerInfo& member) const {

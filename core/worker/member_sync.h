@@ -50,6 +50,9 @@ class MemberSync {
   void Follow();
   // Takes in what the store says of these workers.
   absl::Status UpdatePeers(const std::vector<WorkerInfo>& workers);
+  // Takes members for alive that have taken back that they are lost: soon, for it asks the store
+  // whether that still holds.
+  void OnDenied(std::vector<WorkerInfo> members);
   // Adds to an error of waiting for all which worker served the store, if the store is gone.
   absl::Status NameTheStore(const absl::Status& status);
 
@@ -74,6 +77,7 @@ class MemberSync {
   bool HasJustDenied() const;
   void FollowOnce();
   void Read();
+  void TakeDenied(const Membership::Losses& losses);
   // Returns whether this worker has told that the member is lost, which has answered since; and
   // takes that back next.
   bool TakesBack(const WorkerInfo& member) const;

@@ -1226,6 +1226,24 @@ TEST_F(WatcherTest, WhoHasToldALossTakesItBackWhenItsMemberAnswers) {
   EXPECT_EQ(told_.Await(2)[1], "joined worker1");
 }
 
+// Nobody else watches it; and no callback reads that it has denied its loss.
+TEST_F(WatcherTest, OneThatDiesAfterItsDenialIsMissedByThoseWhoWait) {
+  faults_->apart = true;
+  Start(3);
+  const Store::Value lost = LossOf1(std::nullopt, absl::Seconds(20));
+  ASSERT_TRUE(lost.has_value());
+  ASSERT_EQ(LossOf1(lost, absl::Seconds(20)), "") << "its denial";
+  workers_[1].reset();
+  const auto miss = [](Worker& worker) {
+    const absl::Status status = worker.Barrier(absl::Now() + absl::Seconds(30));
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "'worker1' (1) is lost")) << status;
+  };
+  std::thread other([&] { miss(*workers_[2]); });
+  miss(*workers_[0]);
+  other.join();
+}
+
 // It reads that after the member has answered, and before it has taken it back.
 TEST_F(WatcherTest, WhatTheWatcherItselfHasToldIsNoNewLoss) {
   faults_->apart = true;

@@ -127,14 +127,17 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
     return begun;
   }
   // Whoever waits for a member that it has never heard of is to watch it, too.
-  impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members) {
+  impl->members_->OnRead([raw = impl.get()](const std::vector<WorkerInfo>& members,
+                                            const std::vector<WorkerInfo>& denied) {
     raw->member_sync_.UpdatePeers(members).IgnoreError();
+    raw->member_sync_.OnDenied(denied);
   });
   impl->agent_->WatchMembers(impl->members_->late());
   return impl;
 }
 
 void WorkerImpl::Abort() {
+  member_sync_.Stop();
   members_->Close();
   engine_.Close();
   agent_->Close();
@@ -159,7 +162,6 @@ absl::Status WorkerImpl::Close(Deadline deadline) {
 
 void WorkerImpl::Join() {
   if (joined_.exchange(true)) return;
-  member_sync_.Stop();
   const BlockingScope blocking;
   // Destructors call this: so it waits where there is no memory for it.
   AwaitMemory([this] { Abort(); });
