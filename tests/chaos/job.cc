@@ -41,9 +41,10 @@ absl::StatusOr<std::unique_ptr<ChaosJob>> ChaosJob::Create(const ChaosJobOptions
   std::filesystem::create_directory(job->checkpoints_);
   if (options.hosts == 1) {
     job->why_one_host_ = "one host was asked for";
-  } else if (absl::Status allowed = CheckNamespaces(); !allowed.ok()) {
+  } else if (absl::Status allowed = CheckNamespaces(); absl::IsFailedPrecondition(allowed)) {
     job->why_one_host_ = std::string(allowed.message());
   } else {
+    DG_RETURN_IF_ERROR(allowed);
     // In the namespace of this program, which the hosts' come from.
     if (mount("none", job->checkpoints_.c_str(), "tmpfs", MS_NOSUID | MS_NODEV, kDiskSize) != 0) {
       return absl::ErrnoToStatus(errno, "a file system for checkpoints");
@@ -55,8 +56,10 @@ absl::StatusOr<std::unique_ptr<ChaosJob>> ChaosJob::Create(const ChaosJobOptions
       std::vector<int> taps;
       for (int host = 0; host < options.hosts; ++host) taps.push_back(job->hosts_->Tap(host));
       job->cables_ = std::make_unique<TapSwitch>(taps, options.seed);
-    } else {
+    } else if (absl::IsFailedPrecondition(hosts.status())) {
       job->why_one_host_ = std::string(hosts.status().message());
+    } else {
+      return hosts.status();
     }
   }
   job->rendezvous_ = job->hosts_ == nullptr ? absl::StrCat("tcp://127.0.0.1:", FreePort())

@@ -36,23 +36,41 @@
 namespace distgrad {
 namespace {
 
+// As a shell's: the exit code of a process whose program is not there.
+constexpr int kNoProgram = 127;
 constexpr int kNamespaces = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWUTS;
 
-// Why there are no namespaces; "" where there are.
-std::string& WhyNot() {
-  static auto* const why = new std::string("RunInNamespaces was not called");
-  return *why;
+// What RunInNamespaces() has come to.
+absl::Status& Namespaces() {
+  static auto* const status =
+      new absl::Status(absl::StatusCode::kInternal, "RunInNamespaces was not called");
+  return *status;
 }
 
-absl::Status Failed(absl::string_view what) { return absl::ErrnoToStatus(errno, what); }
+// Not by errno's own code: kFailedPrecondition is for what a machine does not have, where tests
+// skip.
+absl::Status Failed(absl::string_view what, int error = errno) {
+  return absl::InternalError(absl::StrCat(what, ": ", std::strerror(error)));
+}
 
-absl::Status WriteFile(const std::string& path, const std::string& text) {
+// Where namespaces are made: whether this place forbids them, or has no more of them.
+absl::Status FailedToIsolate(absl::string_view what, int error = errno) {
+  for (const int forbidden : {EPERM, EACCES, ENOSYS, ENOSPC, EUSERS}) {
+    if (error != forbidden) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("namespaces are not allowed here: ", what, ": ", std::strerror(error)));
+  }
+  return Failed(what, error);
+}
+
+// Returns 0, or what errno was.
+int WriteFile(const std::string& path, const std::string& text) {
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-  if (fd < 0) return Failed(path);
+  if (fd < 0) return errno;
   const bool written = write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
-  const absl::Status status = written ? absl::OkStatus() : Failed(path);
+  const int error = written ? 0 : errno;
   close(fd);
-  return status;
+  return error;
 }
 
 std::string ReadFile(const std::string& path) {
@@ -64,11 +82,18 @@ std::string ReadFile(const std::string& path) {
 // Who is not root becomes root of a namespace of users, which has one user only.
 absl::Status Unshare() {
   const uid_t user = geteuid(), group = getegid();
-  if (unshare((user == 0 ? 0 : CLONE_NEWUSER) | kNamespaces) != 0) return Failed("unshare");
+  if (unshare((user == 0 ? 0 : CLONE_NEWUSER) | kNamespaces) != 0) {
+    return FailedToIsolate("unshare");
+  }
   if (user == 0) return absl::OkStatus();
-  DG_RETURN_IF_ERROR(WriteFile("/proc/self/setgroups", "deny"));
-  DG_RETURN_IF_ERROR(WriteFile("/proc/self/uid_map", absl::StrCat("0 ", user, " 1")));
-  return WriteFile("/proc/self/gid_map", absl::StrCat("0 ", group, " 1"));
+  const std::pair<std::string, std::string> settings[] = {
+      {"/proc/self/setgroups", "deny"},
+      {"/proc/self/uid_map", absl::StrCat("0 ", user, " 1")},
+      {"/proc/self/gid_map", absl::StrCat("0 ", group, " 1")}};
+  for (const auto& [path, text] : settings) {
+    if (const int error = WriteFile(path, text); error != 0) return FailedToIsolate(path, error);
+  }
+  return absl::OkStatus();
 }
 
 // What runs beside the hosts has a loopback, too.
@@ -86,9 +111,11 @@ absl::Status RaiseLoopback() {
 
 // In process 1 of new namespaces: what is mounted from here on is its own.
 absl::Status MountProc() {
-  if (mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) return Failed("mounts");
+  if (mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) {
+    return FailedToIsolate("mounts");
+  }
   if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, nullptr) != 0) {
-    return Failed("mounting /proc");
+    return FailedToIsolate("mounting /proc");
   }
   return absl::OkStatus();
 }
@@ -145,8 +172,9 @@ std::unique_ptr<HostProcess> StartProcess(const std::vector<std::string>& comman
     }
     for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
     execvp(arguments[0], arguments.data());
+    const int error = errno;
     std::perror(arguments[0]);
-    _exit(127);
+    _exit(error == ENOENT ? kNoProgram : 126);
   }
   close(input[0]);
   close(output[1]);
@@ -163,14 +191,16 @@ std::unique_ptr<HostProcess> StartHere(const std::vector<std::string>& command,
 
 int RunInNamespaces(const std::function<int()>& body) {
   setenv("PATH", absl::StrCat(std::getenv("PATH"), ":/usr/sbin:/sbin").c_str(), 1);
-  // A process of its own finds out, for what it has left cannot be entered again.
+  // A process of its own finds out, for what it has left cannot be entered again. It says "+" and
+  // why where namespaces are not allowed, "-" and why of any other failure.
   int ends[2];
   DG_CHECK(pipe2(ends, O_CLOEXEC) == 0);
   const pid_t outer = Fork(0);
   if (outer == 0) {
     absl::Status status = Unshare();
     if (!status.ok()) {
-      const std::string why(status.message());
+      const std::string why =
+          absl::StrCat(absl::IsFailedPrecondition(status) ? "+" : "-", status.message());
       if (write(ends[1], why.data(), why.size()) < 0) _exit(126);
       _exit(125);
     }
@@ -178,7 +208,7 @@ int RunInNamespaces(const std::function<int()>& body) {
     if (inner == 0) {
       status = MountProc();
       if (status.ok()) status = RaiseLoopback();
-      WhyNot() = std::string(status.message());
+      Namespaces() = status;
       const int result = body();
       std::fflush(nullptr);
       _exit(result);
@@ -195,13 +225,12 @@ int RunInNamespaces(const std::function<int()>& body) {
   if (code != 125) return code < 0 ? 128 - code : code;
   char why[256] = {};
   if (read(ends[0], why, sizeof(why) - 1) <= 0) return code;
-  WhyNot() = absl::StrCat("namespaces are not allowed here: ", why);
+  Namespaces() = {
+      why[0] == '+' ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kInternal, why + 1};
   return body();
 }
 
-absl::Status CheckNamespaces() {
-  return WhyNot().empty() ? absl::OkStatus() : absl::FailedPreconditionError(WhyNot());
-}
+absl::Status CheckNamespaces() { return Namespaces(); }
 
 // ------------------------------------------------------------------------------------ Processes
 
@@ -304,19 +333,15 @@ absl::StatusOr<std::unique_ptr<Hosts>> Hosts::Create(const HostsOptions& options
   static int last = 0;  // the kernel may take a while to remove the devices of former hosts
   const std::string bridge = absl::StrCat("switch", ++last);
   std::unique_ptr<Hosts> hosts(new Hosts());
-  const auto build = [&]() -> absl::Status {
-    if (!options.taps) {
-      DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "add", bridge, "type", "bridge"}));
-      DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "set", bridge, "up"}));
-    }
-    for (int i = 0; i < options.count; ++i) {
-      DG_RETURN_IF_ERROR(hosts->AddHost(options, bridge));
-    }
-    return absl::OkStatus();
-  };
-  if (absl::Status built = build(); !built.ok()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("this machine cannot have hosts: ", built.message()));
+  if (hosts->Start(-1, {"ip", "-V"})->Wait() == kNoProgram) {
+    return absl::FailedPreconditionError("there is no ip on this machine (Debian: iproute2)");
+  }
+  if (!options.taps) {
+    DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "add", bridge, "type", "bridge"}));
+    DG_RETURN_IF_ERROR(hosts->Run(-1, {"ip", "link", "set", bridge, "up"}));
+  }
+  for (int i = 0; i < options.count; ++i) {
+    DG_RETURN_IF_ERROR(hosts->AddHost(options, bridge));
   }
   return hosts;
 }
@@ -325,7 +350,8 @@ absl::Status Hosts::AddHost(const HostsOptions& options, const std::string& brid
   const int number = static_cast<int>(hosts_.size());
   const std::string boot_id =
       absl::StrCat(testing::TempDir(), "/", bridge, ".", number, ".boot_id");
-  DG_RETURN_IF_ERROR(WriteFile(boot_id, ReadFile("/proc/sys/kernel/random/uuid") + "\n"));
+  const std::string id = ReadFile("/proc/sys/kernel/random/uuid") + "\n";
+  if (const int error = WriteFile(boot_id, id); error != 0) return Failed(boot_id, error);
   const std::string name = absl::StrCat("host", number);
   int ready[2];
   if (pipe2(ready, O_CLOEXEC) != 0) return Failed("pipe");
@@ -350,7 +376,7 @@ absl::Status Hosts::AddHost(const HostsOptions& options, const std::string& brid
   char said[256] = {};
   const ssize_t n = read(ready[0], said, sizeof(said) - 1);
   close(ready[0]);
-  if (n <= 0 || said[0] != '+') return absl::FailedPreconditionError(said);
+  if (n <= 0 || said[0] != '+') return absl::InternalError(said);
 
   if (options.taps) {
     DG_RETURN_IF_ERROR(AddTap(hosts_.back()));
@@ -383,7 +409,12 @@ absl::Status Hosts::AddTap(Host& host) {
     device.ifr_flags = IFF_TAP | IFF_NO_PI;
     std::strncpy(device.ifr_name, "eth0", IFNAMSIZ - 1);
     host.tap = open("/dev/net/tun", O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    if (host.tap < 0) {
+    const bool has_none =
+        host.tap < 0 && (errno == ENOENT || errno == ENODEV || errno == EPERM || errno == EACCES);
+    if (has_none) {
+      status = absl::FailedPreconditionError(
+          absl::StrCat("there is no /dev/net/tun here: ", std::strerror(errno)));
+    } else if (host.tap < 0) {
       status = Failed("/dev/net/tun");
     } else if (ioctl(host.tap, TUNSETIFF, &device) != 0) {
       status = Failed("a TAP device");
@@ -424,8 +455,8 @@ absl::Status Hosts::Run(int host, const std::vector<std::string>& command) {
   const auto process = Start(host, command);
   const int code = process->Wait();
   if (code == 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(
-      "`", absl::StrJoin(command, " "), "`: ", absl::StripAsciiWhitespace(process->output())));
+  return absl::InternalError(absl::StrCat("`", absl::StrJoin(command, " "),
+                                          "`: ", absl::StripAsciiWhitespace(process->output())));
 }
 
 void Hosts::CutCable(int host) {

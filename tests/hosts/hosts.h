@@ -8,7 +8,8 @@
 //
 //   TEST(...) {
 //     auto hosts = Hosts::Create({.count = 2});
-//     if (!hosts.ok()) GTEST_SKIP() << hosts.status();
+//     if (absl::IsFailedPrecondition(hosts.status())) GTEST_SKIP() << hosts.status().message();
+//     ASSERT_TRUE(hosts.ok()) << hosts.status();
 //     auto process = (*hosts)->Start(1, {"some/program"}, {{"RANK", "1"}});
 //     process->AwaitLine("ready");
 //     (*hosts)->CutCable(1);
@@ -39,7 +40,8 @@ namespace distgrad {
 // says why. First of all in main(): there must be no threads yet.
 int RunInNamespaces(const std::function<int()>& body);
 
-// Whether RunInNamespaces() has made namespaces: kFailedPrecondition says why not.
+// Whether RunInNamespaces() has made namespaces. kFailedPrecondition says why this place does not
+// allow them; anything else is a mistake of the test's.
 absl::Status CheckNamespaces();
 
 // A process, on one of the hosts or beside this one. It is killed with this object. For one thread.
@@ -109,7 +111,8 @@ class Hosts {
  public:
   using Variables = distgrad::Variables;
 
-  // kFailedPrecondition with the reason where this machine cannot have hosts.
+  // kFailedPrecondition with the reason where namespaces are not allowed, or this machine has no
+  // `ip`, or no /dev/net/tun for taps. Whatever else fails has another code: no test may skip then.
   static absl::StatusOr<std::unique_ptr<Hosts>> Create(const HostsOptions& options);
   ~Hosts();
 
