@@ -6,9 +6,10 @@
 Runs the simulation with one defect after the other (those named, or all) on the seeds from 0, until one
 fails, and prints which; and where tests/simulation/cases has a program of its name, how many of 20 seeds
 of that fail. Ends with 1 if one is not found within N seeds (default 5000), or by its case, or if the
-patch and the table of docs/testing.md do not have the same defects. One of which the table says that none
-finds it is run only if it is named. The seeds change with the code, so that those of the table are of a
-day; --table writes them anew.
+patch and the table of docs/testing.md do not have the same defects. One of which the table says that no
+seed finds it has to have a case, and only that is run, unless it is named. What finds a defect must pass
+without it: so all seeds up to the last one that found something run without any, and so do the cases.
+The seeds change with the code, so that those of the table are of a day; --table writes them anew.
 
 The tree (DIR, by default one of this clone in the project's cache) is a work tree of HEAD, with the patch,
 and kept: the next run builds on it.
@@ -24,6 +25,7 @@ from mutate import bazel, git, prepare, tree_of
 
 PATCH = "tests/simulation/planted.patch"
 CASES = "tests/simulation/cases"
+CASE_SEEDS = "20"  # as simulation_test has
 PAGE = "docs/testing.md"
 TABLE = re.compile(r"(?<=\| planted \| defect \| first seed \|\n\| --- \| --- \| --- \|\n)(?:\|.*\n)+")
 
@@ -47,7 +49,7 @@ def write_seeds(found):
 
 
 def failures(tree, name, *options):
-  """The seeds that fail with a defect, each with its reason; the earliest first."""
+  """The seeds that fail with a defect ("": without any), each with its reason; the earliest first."""
   program = os.path.join(tree, "bazel-bin/tests/simulation/simulation")
   ran = subprocess.run([program, "--whole", *options],
                        env={**os.environ, "DISTGRAD_PLANTED": name}, stdin=subprocess.DEVNULL,
@@ -56,6 +58,28 @@ def failures(tree, name, *options):
   if not found and ran.returncode != 0:
     raise SystemExit(f"{name}: the simulation could not run:\n{ran.stdout}{ran.stderr}")
   return sorted((int(seed), why) for seed, why in found)
+
+
+class Unplanted:
+  """Makes sure that seeds and cases pass without a defect, and ends the program where one fails."""
+
+  def __init__(self, tree):
+    self.tree = tree
+    self.seeds = 0  # of those from 0, so many have passed
+
+  def check(self, what, *options):
+    for seed, why in failures(self.tree, "", *options):
+      raise SystemExit(f"{what} fails without a planted defect, so it finds none: seed {seed}: {why}")
+
+  def check_seeds(self, last):
+    """Those from 0 to the last; each runs once."""
+    if last >= self.seeds:
+      self.check(f"one of the seeds {self.seeds} to {last}",
+                 "--from", str(self.seeds), "--seeds", str(last + 1 - self.seeds))
+      self.seeds = last + 1
+
+  def check_case(self, path):
+    self.check(os.path.basename(path), "--case", path, "--seeds", CASE_SEEDS)
 
 
 def main():
@@ -82,24 +106,35 @@ def main():
   built = bazel(tree, "build", "//tests/simulation")
   if built.returncode != 0:
     raise SystemExit(built.stdout + built.stderr)
-  found = {}
-  names = options.names or sorted(planted - rare)
+  unplanted = Unplanted(tree)
+  unplanted.check_seeds(max((int(seed) for _, _, seed in table if seed.isdigit()), default=-1))
+  found = 0
+  first = {}  # the seeds
+  names = options.names or sorted(planted)
   for name in names:
-    said = []
-    failed = failures(tree, name, "--first", "--seeds", str(options.seeds))
-    said.append(f"seed {failed[0][0]}" if failed else f"NOT FOUND by {options.seeds} seeds")
+    is_rare = name in rare
+    said, by_seed, in_case = [], [], None
+    if not is_rare or options.names:
+      by_seed = failures(tree, name, "--first", "--seeds", str(options.seeds))
+      said.append(f"seed {by_seed[0][0]}" if by_seed else f"NOT FOUND by {options.seeds} seeds")
+      if by_seed:
+        first[name] = by_seed[0][0]
+        unplanted.check_seeds(first[name])
     case = os.path.abspath(os.path.join(CASES, name + ".txt"))
-    in_case = failures(tree, name, "--case", case, "--seeds", "20") if os.path.exists(case) else None
-    if in_case is not None:
-      said.append(f"{len(in_case)} of 20 seeds of its case" if in_case else "NOT FOUND by its case")
-    print(f"{name}: {', '.join(said)}" + (f": {failed[0][1]}" if failed else ""), flush=True)
-    if failed and in_case != []:
-      found[name] = failed[0][0]
-  missed = len(names) - len(found)
-  print(f"{len(found)} of {len(names)} planted defects are found")
-  if options.table and not missed and not options.names:
-    write_seeds(found)
-  return 1 if missed else 0
+    if os.path.exists(case):
+      unplanted.check_case(case)
+      in_case = failures(tree, name, "--case", case, "--seeds", CASE_SEEDS)
+      said.append(f"{len(in_case)} of {CASE_SEEDS} seeds of its case" if in_case else "NOT FOUND by its case")
+    elif is_rare:
+      said.append(f"{CASES} has no {name}.txt")
+    reasons = by_seed + (in_case or [])
+    print(f"{name}: {', '.join(said)}" + (f": {reasons[0][1]}" if reasons else ""), flush=True)
+    # One that is rare by its case, whatever its seeds; any other by its seeds, and by its case if it has one.
+    found += bool(in_case) if is_rare else bool(by_seed) and in_case != []
+  print(f"{found} of {len(names)} planted defects are found")
+  if options.table and found == len(names) and not options.names:
+    write_seeds(first)
+  return 1 if found < len(names) else 0
 
 
 if __name__ == "__main__":

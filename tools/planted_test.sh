@@ -28,22 +28,57 @@ Before.
 
 Behind.
 END
-# Somebody edits the page while the seeds are looked for.
+# `finds` says which seeds fail, with which defect, or with "none" of them. Somebody edits the page while
+# the seeds are looked for. `calls` is how the program was called.
 cat >"$scratch/tree/bazel-bin/tests/simulation/simulation" <<'END'
 #!/usr/bin/env bash
-[[ $DISTGRAD_PLANTED != early ]] || sed -i 's/Behind/Edited/; s/comes early/comes too early/' docs/testing.md
-echo "seed $([[ $DISTGRAD_PLANTED == early ]] && echo 1 || echo 20): it failed"
-exit 1
+defect=${DISTGRAD_PLANTED:-none} from=0 seeds=0 status=0
+echo "$defect: $*" >>calls
+[[ $defect != early ]] || sed -i 's/Behind/Edited/; s/comes early/comes too early/' docs/testing.md
+while (($#)); do
+  case $1 in
+    --from) from=$2 ;;
+    --seeds) seeds=$2 ;;
+    --case) defect+=" in ${2##*/}" from=38 ;;
+  esac
+  shift
+done
+for seed in $(sed -n "s/^$defect: //p" finds); do
+  if ((seed >= from && seed < from + seeds)); then
+    echo "seed $seed: it failed"
+    status=1
+  fi
+done
+exit $status
 END
 chmod +x "$scratch/tree/bazel-bin/tests/simulation/simulation"
+cd "$scratch"
 
-found=$("$scratch/tools/planted.py" --table --tree "$scratch/tree")
-diff - <(echo "$found") <<'END'
-early: seed 1: it failed
+failed=0
+# check WHAT STATUS SAID OPTIONS...
+check() {
+  local status=0
+  : >calls
+  tools/planted.py --tree tree "${@:4}" >said 2>&1 || status=$?
+  if [[ $status != "$2" ]] || ! diff <(echo "$3") said; then
+    echo "FAILED: $1: status $status; what it should say (<) and what it said (>)" >&2
+    failed=1
+  fi
+}
+
+printf '%s\n' 'early: 1' 'late: 20 22' >finds
+check "no seed finds one, and it has no case" 1 "early: seed 1: it failed
 late: seed 20: it failed
-2 of 2 planted defects are found
-END
-diff - "$page" <<'END'
+never: tests/simulation/cases has no never.txt
+2 of 3 planted defects are found"
+
+touch tests/simulation/cases/never.txt
+echo 'never in never.txt: 38 40' >>finds
+check "a case finds what no seed does" 0 "early: seed 1: it failed
+late: seed 20: it failed
+never: 2 of 20 seeds of its case: it failed
+3 of 3 planted defects are found" --table
+diff - "$page" <<'END' || failed=1
 Before.
 
 | planted | defect | first seed |
@@ -54,11 +89,35 @@ Before.
 
 Edited.
 END
+# Without a defect: the seeds to the last one of the table, 7, and of those found, 20; and the case.
+diff <(sed -n 's/^none: //p' calls) - <<END || failed=1
+--whole --from 0 --seeds 8
+--whole --from 8 --seeds 13
+--whole --case $scratch/tests/simulation/cases/never.txt --seeds 20
+END
 
-# A defect that the table lacks.
+check "by its name, and no seed finds it" 0 \
+  "never: NOT FOUND by 5000 seeds, 2 of 20 seeds of its case: it failed
+1 of 1 planted defects are found" never
+
+sed -i '/^never/d' finds
+check "its case does not find it any more" 1 "early: seed 1: it failed
+late: seed 20: it failed
+never: NOT FOUND by its case
+2 of 3 planted defects are found"
+
+# What fails without a defect is no find.
+echo 'none: 0' >>finds
+check "a seed fails without a defect" 1 \
+  "one of the seeds 0 to 20 fails without a planted defect, so it finds none: seed 0: it failed"
+sed -i 's/^none.*/none: 25/; s/^late.*/late: 30/' finds
+check "a seed behind those of the table fails without a defect" 1 "early: seed 1: it failed
+one of the seeds 21 to 30 fails without a planted defect, so it finds none: seed 25: it failed"
+sed -i 's/^none.*/none in never.txt: 39/' finds
+check "a case fails without a defect" 1 "early: seed 1: it failed
+late: seed 30: it failed
+never.txt fails without a planted defect, so it finds none: seed 39: it failed"
+
 sed -i '/never/d' "$page"
-if "$scratch/tools/planted.py" --tree "$scratch/tree" 2>"$scratch/said"; then
-  echo "a defect that the table lacks was passed over"
-  exit 1
-fi
-grep -qx "never: not in docs/testing.md" "$scratch/said"
+check "the table lacks a defect" 1 "never: not in docs/testing.md"
+exit $failed
