@@ -219,6 +219,13 @@ TEST(ContextRecordTest, APassThatIsOverIsKeptUntilOneSaysThatItIsOverEverywhere)
   EXPECT_FALSE(is_kept(second)) << "all before the fourth are over";
   EXPECT_FALSE(is_kept(third));
   EXPECT_TRUE(is_kept(theirs[2])) << "it is another worker's";
+
+  // The other worker says nothing of passes that are not its own, though their ids are lower.
+  const PassId own = begin(6);
+  end(own);
+  comes(5, theirs[2]);
+  EXPECT_FALSE(is_kept(theirs[2]));
+  EXPECT_TRUE(is_kept(own)) << "none has begun since";
 }
 
 // However many fail, and where there was no memory for one of them.

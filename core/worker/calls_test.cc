@@ -118,21 +118,28 @@ TEST_P(CallsTest, ACancelledCallLeavesNothingWaitingInItsContext) {
 // One that lasts as long as a program, for its Ctrl-C say, is not to gather what its calls brought.
 TEST_P(CallsTest, ACancellationKeepsNothingOfCallsThatAreOver) {
   Start({.workers = 2});
-  ASSERT_TRUE(worker(1)
-                  .Register("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; })
-                  .ok());
-  const auto cancellation = std::make_shared<Cancellation>();
-  std::optional<c10::weak_intrusive_ptr<at::TensorImpl>> reply;
-  {
-    const Future<Message> call =
-        worker(0).CallAsync(1, "echo", {"", {at::ones({3})}}, {.cancellation = cancellation});
-    ASSERT_TRUE(call.Wait().ok()) << call.Wait().status();
-    reply.emplace(call.Wait()->tensors[0].getIntrusivePtr());
+  // Worker 0 has not heard of it: the store has to find it.
+  const std::unique_ptr<Worker> late = cluster_->Join("late");
+  for (Worker* const server : {&worker(1), late.get()}) {
+    ASSERT_TRUE(
+        server->Register("echo", [](Request& r) -> absl::StatusOr<Message> { return r.message; })
+            .ok());
   }
-  // Whoever set the future may still be on its way out of it.
-  const absl::Time patience = absl::Now() + absl::Seconds(60);
-  while (!reply->expired() && absl::Now() < patience) std::this_thread::yield();
-  EXPECT_TRUE(reply->expired());
+  const auto cancellation = std::make_shared<Cancellation>();
+  for (const std::string name : {"worker1", "late"}) {
+    std::optional<c10::weak_intrusive_ptr<at::TensorImpl>> reply;
+    {
+      const Future<Message> call =
+          worker(0).CallAsync(name, "echo", {"", {at::ones({3})}}, {.cancellation = cancellation});
+      ASSERT_TRUE(call.Wait().ok()) << call.Wait().status();
+      reply.emplace(call.Wait()->tensors[0].getIntrusivePtr());
+    }
+    // Whoever set the future may still be on its way out of it.
+    const absl::Time patience = absl::Now() + absl::Seconds(20);
+    while (!reply->expired() && absl::Now() < patience) std::this_thread::yield();
+    EXPECT_TRUE(reply->expired()) << name;
+  }
+  EXPECT_TRUE(late->Leave(Deadline::After(absl::Seconds(60))).ok());
 }
 
 TEST_P(CallsTest, TheEndOfAWorkerCancelsItsCallsOfItself) {
