@@ -17,6 +17,7 @@
 #include <numeric>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -816,6 +817,37 @@ TEST_F(EngineTest, APassFailsWhoseGradientsFoundNoMemory) {
   ASSERT_TRUE(pass.Done());
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kResourceExhausted)
       << pass.Wait().status();
+}
+
+// What a packet would have told of the pass is lost with it: its sender counts as lost.
+TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
+  Packet unknown, cut;
+  ASSERT_TRUE(AppendNotice({.kind = static_cast<Notice::Kind>(99), .pass = 1}, &unknown).ok());
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAck, .pass = 1, .count = 1}, &cut).ok());
+  cut.bytes.pop_back();
+  // Of these each byte can be read.
+  Packet of_no_pass, of_a_pass;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAck, .count = 1}, &of_no_pass).ok());
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kRelease, .pass = 1}, &of_a_pass).ok());
+  const std::tuple<Packet, std::string> all[] = {
+      {unknown, "reading gradients from worker 2: a notice of unknown kind 99"},
+      {cut, "reading gradients from worker 2: "},
+      {of_no_pass, "a notice without its pass from worker 2"},
+      {of_a_pass, "a notice without its pass from worker 2"}};
+  for (const auto& [packet, why] : all) {
+    SCOPED_TRACE(why);
+    const auto context = contexts_.New();
+    const Future<Unit> pass =
+        engine_.Backward(context, {Receive(context, kPeer, 1).sum()},
+                         {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+    ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
+    engine_.OnNotice(kPeer, packet, 0);
+    AwaitPool();
+    EXPECT_TRUE(pass.Done());
+    if (!pass.Done()) continue;
+    EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(pass.Wait().status().message()), HasSubstr(why));
+  }
 }
 
 // The pool comes to the message of a worker when that is lost already.
