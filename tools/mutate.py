@@ -13,9 +13,11 @@ beside what it replaces, and a file says, when a program starts, which one count
 not compile is no mutant, nor is one of a file that no program of TESTED has. The tests of TESTED run
 once without any, which tells which of them get to which mutant, and how long they take; and then, for
 each mutant, those that do, until one fails: the file's own test, those of its package, and the others,
-quick ones first. A test that takes longer than --longest is left out. What fails is killed, and so is
-what takes four times as long as without, and --grace more; what passes survives, and wants a test or a
-reason. Where a mutex is not locked no test is run, but clang's analysis by //tools:clang_tidy_test.
+quick ones first. A test that takes longer than --longest is left out; one that takes four times as long
+as without, and --grace more, fails. A test that fails may be a flaky one: it runs once more without the
+mutant, where it has to pass, and with it, where it has to fail again. Then the mutant is killed; what no
+test kills survives, and wants a test or a reason. Where a mutex is not locked no test is run, but clang's
+analysis by //tools:clang_tidy_test.
 
 The tree (DIR, by default one of this clone in the project's cache) is a work tree of its own, and kept:
 the next run builds on it. Each result is printed, and appended to FILE as a line of JSON; a run with the
@@ -53,6 +55,7 @@ LOCK = re.compile(r"^\s+absl::(?:Reader|Writer)?MutexLock \w+\(.*\);")
 DECLARATION = re.compile(r"^\s+(?:[\w:]+(?:<.*>)?[&*]*\s+)+[&*]?\w+\s*(?:=|\(|\{|;)")
 LEFT_ALONE = re.compile(r"^\s*(?://|#|\*|DG_LOG|DG_CHECK)")
 CONDITION = re.compile(r"\b(if|while) \((.*)\)( \{| return| continue| break|$)")
+FAILED = re.compile(r"^(//\S+)\s+(FAILED|TIMEOUT)", re.M)  # a line of Bazel's summary
 COMPARISONS = [("==", "!="), ("!=", "=="), ("<=", "<"), (">=", ">"), ("<", "<="), (">", ">=")]
 
 
@@ -90,6 +93,7 @@ namespace {
 
 
 ADDED = 3  # lines: what it needs, and it
+NONE = 0  # the number of no mutant
 
 
 def is_statement(line):
@@ -274,7 +278,7 @@ class Schemata:
 
   def learn(self):
     """Runs all tests without a mutant: which of them get to which mutant."""
-    self.switch(0)
+    self.switch(NONE)
     ran = self.test(TESTED, 2 * self.longest, "--keep_going", "--test_summary=short",
                     "--flaky_test_attempts=2")
     said = ran.stdout + ran.stderr
@@ -293,30 +297,43 @@ class Schemata:
       if test in self.seconds and test not in slow:
         self.reached.setdefault(int(number), set()).add(test)
 
+  def timeout(self, tests):
+    return int(4 * max(self.seconds[test] for test in tests) + self.grace)
+
+  def passes(self, test, number):
+    self.switch(number)
+    ran = self.test([test], self.timeout([test]))
+    if ran.returncode != 0 and not FAILED.search(ran.stdout + ran.stderr):
+      raise SystemExit(ran.stdout + ran.stderr)
+    return ran.returncode == 0
+
   def outcome(self, number, file):
     tests = self.reached.get(number, set())
     if not tests:
       return "SURVIVED: no test gets there"
-    self.switch(number)
     package, unit = os.path.dirname(file), os.path.basename(file).removesuffix(".cc")
     order = sorted(tests, key=lambda test: (test != f"//{package}:{unit}_test",
                                             not test.startswith(f"//{package}:"),
                                             self.seconds[test]))
     # Bazel does not stop at the first that fails: so ever more at a time.
     ran_already = 0
+    flaky = []
     while ran_already < len(order):
       some = order[ran_already:2 * ran_already + 1]
       ran_already += len(some)
-      longest = max(self.seconds[test] for test in some)
-      ran = self.test(some, int(4 * longest + self.grace))
+      self.switch(number)
+      ran = self.test(some, self.timeout(some))
       if ran.returncode == 0:
         continue
-      failed = re.findall(r"^(//\S+)\s+(FAILED|TIMEOUT)", ran.stdout + ran.stderr, re.M)
+      failed = dict.fromkeys(FAILED.findall(ran.stdout + ran.stderr))
       if not failed:
         raise SystemExit(ran.stdout + ran.stderr)
-      return "killed by " + ", ".join(test + (" (it hangs)" if how == "TIMEOUT" else "")
-                                      for test, how in dict.fromkeys(failed))
-    return f"SURVIVED: {len(tests)} tests pass"
+      for test, how in failed:
+        if self.passes(test, NONE) and not self.passes(test, number):
+          return f"killed by {test}" + (" (it hangs)" if how == "TIMEOUT" else "")
+        flaky.append(test)
+    return (f"SURVIVED: {len(tests) - len(flaky)} tests pass" +
+            (f"; flaky: {', '.join(flaky)}" if flaky else ""))
 
 
 def without_lock(tree, file, line, new):
