@@ -17,13 +17,12 @@
 #include "core/membership/backoff.h"
 #include "core/membership/store/store_errors.h"
 #include "core/membership/store/store_server.h"
+#include "core/membership/store/tcp_store_answers.h"
 #include "core/membership/store/tcp_store_protocol.h"
 #include "core/net/handshake.h"
 
 namespace distgrad {
 namespace {
-
-constexpr uint32_t kNonce = 0x64677264;  // any number: the server sends it back
 
 // When one waits for a change and another would wait, too, they take turns, each of so long.
 constexpr absl::Duration kTurn = absl::Milliseconds(20);
@@ -37,19 +36,7 @@ constexpr int kMinRefusals = 3;
 
 // What the server answers once it has done all that it was told before.
 void AppendPing(std::string* out) {
-  AppendStoreRequest({.kind = StoreRequestKind::kPing, .number = kNonce}, out);
-}
-
-absl::Status AwaitPong(Socket& socket, Deadline deadline) {
-  uint32_t answer = 0;
-  DG_RETURN_IF_ERROR(socket.Receive(&answer, sizeof(answer), deadline));
-  if (answer == kNonce) return absl::OkStatus();
-  return absl::UnavailableError("what answers there is no store");
-}
-
-absl::Status AwaitDone(Socket& socket, Deadline deadline) {
-  uint8_t done = 0;
-  return socket.Receive(&done, sizeof(done), deadline);
+  AppendStoreRequest({.kind = StoreRequestKind::kPing, .number = kStorePing}, out);
 }
 
 absl::Status ShakeHands(Socket& socket, const ClusterKey& cluster_key,
@@ -133,7 +120,7 @@ absl::StatusOr<Socket> TcpStoreClient::ConnectOnce(Deadline deadline) {
   AppendStoreRequest({.kind = StoreRequestKind::kValidate, .number = kStoreMagic}, &hello);
   AppendPing(&hello);
   DG_RETURN_IF_ERROR(socket.Send(hello, deadline));
-  DG_RETURN_IF_ERROR(AwaitPong(socket, deadline));
+  DG_RETURN_IF_ERROR(ReadPong(socket, deadline));
   if (is_ours()) DG_RETURN_IF_ERROR(BeginSession(socket, deadline));
   return socket;
 }
@@ -144,9 +131,8 @@ absl::Status TcpStoreClient::BeginSession(Socket& socket, Deadline deadline) {
   std::string request;
   AppendStoreRequest({.kind = StoreRequestKind::kSession, .session = session_}, &request);
   DG_RETURN_IF_ERROR(socket.Send(request, deadline));
-  uint8_t known = 0;
-  DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
-  if (known_ && known == 0) {
+  DG_ASSIGN_OR_RETURN(const bool known, ReadSessionAnswer(socket, deadline));
+  if (known_ && !known) {
     return absl::DataLossError("another store is served there now, which is empty");
   }
   known_ = true;
@@ -282,12 +268,12 @@ absl::Status TcpStoreClient::Set(const std::string& key, const std::string& valu
     AppendStoreRequest(
         {.kind = StoreRequestKind::kSetOnce, .change = ++changes_, .key = key, .value = value},
         &request.bytes);
-    return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
+    return Exchange(request, AtLeastAMoment(deadline), ReadDone);
   }
   // The server does not answer a set.
   AppendStoreRequest({.kind = StoreRequestKind::kSet, .key = key, .value = value}, &request.bytes);
   AppendPing(&request.bytes);
-  return Exchange(request, AtLeastAMoment(deadline), AwaitPong);
+  return Exchange(request, AtLeastAMoment(deadline), ReadPong);
 }
 
 absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amount,
@@ -303,21 +289,24 @@ absl::StatusOr<int64_t> TcpStoreClient::Add(const std::string& key, int64_t amou
     AppendStoreRequest({.kind = StoreRequestKind::kAdd, .amount = amount, .key = key},
                        &request.bytes);
     request.repeat = Repeat::kForbidden;
-    DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
-      return socket.Receive(&sum, sizeof(sum), answer_by);
-    }));
+    DG_RETURN_IF_ERROR(
+        Exchange(request, until, [&](Socket& socket, Deadline answer_by) -> absl::Status {
+          DG_ASSIGN_OR_RETURN(sum, ReadNumber(socket, answer_by));
+          return absl::OkStatus();
+        }));
     return sum;
   }
   AppendStoreRequest(
       {.kind = StoreRequestKind::kAddOnce, .change = ++changes_, .amount = amount, .key = key},
       &request.bytes);
-  uint8_t is_counter = 0;
-  DG_RETURN_IF_ERROR(Exchange(request, until, [&](Socket& socket, Deadline answer_by) {
-    DG_RETURN_IF_ERROR(socket.Receive(&is_counter, 1, answer_by));
-    return socket.Receive(&sum, sizeof(sum), answer_by);
-  }));
-  if (is_counter == 0) return NotACounter(key);
-  return sum;
+  std::optional<int64_t> counter;
+  DG_RETURN_IF_ERROR(
+      Exchange(request, until, [&](Socket& socket, Deadline answer_by) -> absl::Status {
+        DG_ASSIGN_OR_RETURN(counter, ReadSumOnce(socket, answer_by));
+        return absl::OkStatus();
+      }));
+  if (!counter.has_value()) return NotACounter(key);
+  return *counter;
 }
 
 absl::Status TcpStoreClient::Delete(const std::string& key, Deadline deadline) {
@@ -326,12 +315,11 @@ absl::Status TcpStoreClient::Delete(const std::string& key, Deadline deadline) {
   if (is_ours()) {
     AppendStoreRequest({.kind = StoreRequestKind::kDeleteOnce, .change = ++changes_, .key = key},
                        &request.bytes);
-    return Exchange(request, AtLeastAMoment(deadline), AwaitDone);
+    return Exchange(request, AtLeastAMoment(deadline), ReadDone);
   }
   AppendStoreRequest({.kind = StoreRequestKind::kDeleteKey, .key = key}, &request.bytes);
   return Exchange(request, AtLeastAMoment(deadline), [&](Socket& socket, Deadline answer_by) {
-    int64_t deleted = 0;
-    return socket.Receive(&deleted, sizeof(deleted), answer_by);
+    return ReadNumber(socket, answer_by).status();
   });
 }
 
@@ -399,15 +387,8 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskOurs(Keys keys,
       AppendPing(&ping);
       DG_RETURN_IF_ERROR(socket.Send(ping, until));
     }
-    uint32_t size = 0;
-    DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), until));
-    if (size > kMaxAnswer + sizeof(uint32_t) + kMaxStoreValue) {
-      return absl::InternalError("an answer that is too long");
-    }
-    std::string answer(size, '\0');
-    DG_RETURN_IF_ERROR(socket.Receive(answer.data(), size, until));
-    DG_ASSIGN_OR_RETURN(values, DecodeStoreAwaitAnswer(answer, keys.size()));
-    return for_others ? AwaitPong(socket, until) : absl::OkStatus();
+    DG_ASSIGN_OR_RETURN(values, ReadAwaitAnswer(socket, keys.size(), until));
+    return for_others ? ReadPong(socket, until) : absl::OkStatus();
   };
   DG_RETURN_IF_ERROR(Exchange(request, deadline, read_answer));
   return values;
@@ -427,15 +408,7 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskC10d(Keys keys, Dea
   }
   std::vector<Value> values;
   const auto read_answer = [&](Socket& socket, Deadline until) -> absl::Status {
-    values.clear();
-    for (size_t i = 0; i < keys.size(); ++i) {
-      uint64_t size = 0;
-      DG_RETURN_IF_ERROR(socket.Receive(&size, sizeof(size), until));
-      if (size > kMaxStoreValue) return absl::InternalError("a value that is too long");
-      std::string value(size, '\0');
-      DG_RETURN_IF_ERROR(socket.Receive(value.data(), size, until));
-      values.push_back(value == nothing_ ? Value() : Value(std::move(value)));
-    }
+    DG_ASSIGN_OR_RETURN(values, ReadComparedValues(socket, keys.size(), nothing_, until));
     return absl::OkStatus();
   };
   DG_RETURN_IF_ERROR(Exchange(request, deadline, read_answer));

@@ -6,8 +6,8 @@
 // little-endian. A connection begins with kValidate. A key has a '/' in front, so that c10d's own
 // are apart.
 //
-// Whoever reads gets bytes that may come from anybody: //tests/fuzz:store_test has readers of both
-// ends.
+// Whoever reads gets bytes that may come from anybody: //tests/fuzz:store_test has the readers of
+// both ends, and //tests/fuzz:store_answers_test those of tcp_store_answers.h.
 #ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_TCP_STORE_PROTOCOL_H_
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_TCP_STORE_PROTOCOL_H_
 
