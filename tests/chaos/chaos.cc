@@ -120,7 +120,7 @@ class Chaos {
     if (goes_on) goes_on = EndJob();
     if (!goes_on) PrintLogs();
     PrintTable();
-    JudgeGrowth();
+    PrintFits();
     for (const std::string& one : wrong_) std::printf("WRONG: %s\n", one.c_str());
     std::printf("%d faults, %zu things went wrong\n", faults_, wrong_.size());
     std::fflush(stdout);
@@ -598,7 +598,7 @@ class Chaos {
         absl::ToDoubleSeconds(ChaosBound(options_.heartbeat_limit)));
   }
 
-  void JudgeGrowth() {
+  void PrintFits() {
     std::printf("\n%-10s %-12s %12s %6s %12s %24s %10s\n", "", "", "most", "points", "mean",
                 "slope, per fault", "bound");
     for (int worker = 0; worker < options_.workers; ++worker) {
@@ -612,10 +612,12 @@ class Chaos {
         const Fit fit = FitLine(*points);
         const auto is_old = [](const Point& point) { return point.x >= kFewestToJudge; };
         const bool is_judged = bound > 0 && std::any_of(points->begin(), points->end(), is_old);
-        std::printf("%-10s %-12s %12.0f %6zu %12.1f %12.3f +- %8.3f %10s\n", NameOf(worker).c_str(),
-                    name, most, fit.points, fit.mean, fit.slope, fit.error,
-                    is_judged ? absl::StrCat(bound).c_str() : "");
-        if (is_judged && GrowsFasterThan(fit, bound)) {
+        const Growth growth = JudgeGrowth(fit, bound, bound);
+        std::printf("%-10s %-12s %12.0f %6zu %12.1f %12.3f +- %8.3f %10s%s\n",
+                    NameOf(worker).c_str(), name, most, fit.points, fit.mean, fit.slope, fit.error,
+                    is_judged ? absl::StrCat(bound).c_str() : "",
+                    is_judged && growth == Growth::kTooNoisy ? ", too noisy to be judged" : "");
+        if (is_judged && growth == Growth::kGrows) {
           Wrong(absl::StrCat(NameOf(worker), ": ", name, " grows by ", fit.slope, " +- ", fit.error,
                              " with each fault"));
         }

@@ -41,6 +41,10 @@ Fit FitLine(absl::Span<const Point> points) {
   return fit;
 }
 
-bool GrowsFasterThan(const Fit& fit, double bound) { return fit.slope - 3 * fit.error > bound; }
+Growth JudgeGrowth(const Fit& fit, double bound, double resolution) {
+  if (fit.slope - 3 * fit.error > bound) return Growth::kGrows;
+  // Also where the error is infinite, or no number.
+  return 3 * fit.error <= resolution ? Growth::kNone : Growth::kTooNoisy;
+}
 
 }  // namespace distgrad

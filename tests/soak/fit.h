@@ -29,9 +29,16 @@ constexpr size_t kFewestPoints = 8;
 // correlation of neighbouring residuals (Santer et al., Journal of Geophysical Research 105, 2000).
 Fit FitLine(absl::Span<const Point> points);
 
-// Whether the slope is above `bound` by more than three standard errors: of a thousand series
-// without a trend one or two are.
-bool GrowsFasterThan(const Fit& fit, double bound);
+enum class Growth {
+  kNone,
+  kGrows,     // the slope is above the bound by more than three standard errors: of a thousand
+              // series without a trend one or two are
+  kTooNoisy,  // three standard errors are more than the resolution, or there are too few points
+};
+
+// Of what is kNone the slope is, but for one or two in a thousand, at most `bound` and twice
+// `resolution`: without the latter a series passes if it is noisy enough.
+Growth JudgeGrowth(const Fit& fit, double bound, double resolution);
 
 }  // namespace distgrad
 

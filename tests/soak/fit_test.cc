@@ -28,13 +28,16 @@ std::vector<Point> Measure(const Series& series, std::mt19937_64& random) {
   }
   return points;
 }
-// How many of 1000 such series grow faster than that.
-int CountGrowing(const Series& series, double bound) {
+// How many of 1000 such series are judged so.
+int Count(Growth growth, const Series& series, double bound, double resolution) {
   std::mt19937_64 random(7);
-  int growing = 0;
+  int count = 0;
   for (int i = 0; i < 1000; ++i)
-    growing += GrowsFasterThan(FitLine(Measure(series, random)), bound);
-  return growing;
+    count += JudgeGrowth(FitLine(Measure(series, random)), bound, resolution) == growth;
+  return count;
+}
+int CountGrowing(const Series& series, double bound) {
+  return Count(Growth::kGrows, series, bound, bound);
 }
 
 TEST(FitTest, ALineIsFoundExactly) {
@@ -45,8 +48,8 @@ TEST(FitTest, ALineIsFoundExactly) {
   EXPECT_NEAR(fit.slope, 0.5, 1e-12);
   EXPECT_NEAR(fit.mean, 3 + 0.5 * 4.95, 1e-12);
   EXPECT_NEAR(fit.error, 0, 1e-9);
-  EXPECT_TRUE(GrowsFasterThan(fit, 0.4));
-  EXPECT_FALSE(GrowsFasterThan(fit, 0.6));
+  EXPECT_EQ(JudgeGrowth(fit, 0.4, 0.1), Growth::kGrows);
+  EXPECT_EQ(JudgeGrowth(fit, 0.6, 0.1), Growth::kNone);
 }
 
 TEST(FitTest, TheErrorIsThatOfTheTextbook) {
@@ -75,15 +78,27 @@ TEST(FitTest, WhereThereIsNoneItFindsNone) {
   EXPECT_EQ(CountGrowing({.leak = -36}, 0), 0);
 }
 
+// A leak of twice the bound and more, which is lost in the noise, is not said to be none.
+TEST(FitTest, ANoisySeriesIsNotJudged) {
+  const Series noisy = {.leak = 50, .noise = 40, .persistence = 0.9};
+  EXPECT_LT(Count(Growth::kGrows, noisy, 20, 20), 500);
+  EXPECT_LE(Count(Growth::kNone, noisy, 20, 20), 10);
+  EXPECT_GE(Count(Growth::kTooNoisy, {.noise = 40, .persistence = 0.9}, 20, 20), 950);
+  // What a leak of the bound and twice the resolution is found to be.
+  EXPECT_LE(Count(Growth::kNone, {.leak = 60, .noise = 12, .persistence = 0.5}, 20, 20), 5);
+  EXPECT_EQ(JudgeGrowth({.points = 100, .slope = std::nan(""), .error = std::nan("")}, 20, 20),
+            Growth::kTooNoisy);
+}
+
 TEST(FitTest, ItSaysNothingOfAFewPoints) {
-  EXPECT_FALSE(GrowsFasterThan(FitLine({}), 0));
+  EXPECT_EQ(JudgeGrowth(FitLine({}), 0, 1), Growth::kTooNoisy);
   std::vector<Point> points;
   for (size_t i = 0; i + 1 < kFewestPoints; ++i) {
     points.push_back({1.0 * i, 100.0 * i});
-    EXPECT_FALSE(GrowsFasterThan(FitLine(points), 0));
+    EXPECT_EQ(JudgeGrowth(FitLine(points), 0, 1), Growth::kTooNoisy);
   }
   points.push_back({1.0 * kFewestPoints, 100.0 * kFewestPoints});
-  EXPECT_TRUE(GrowsFasterThan(FitLine(points), 0));
+  EXPECT_EQ(JudgeGrowth(FitLine(points), 0, 1), Growth::kGrows);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@
 #include "tests/soak/fit.h"
 #include "tests/soak/functions.h"
 #include "tests/soak/load.h"
+#include "tests/soak/sample.h"
 #include "tests/soak/worker.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/free_port.h"
@@ -54,25 +55,20 @@ Values ParseValues(absl::string_view text) {
   return values;
 }
 
-double Number(const Values& values, const std::string& name) {
-  double number = 0;
-  const auto found = values.find(name);
-  if (found != values.end() && !absl::SimpleAtod(found->second, &number)) number = 0;
-  return number;
-}
-
-// What is fitted of each sample, and how fast it may grow in an hour.
+// What is looked at in each sample.
 struct Series {
   const char* name;
-  std::function<std::optional<double>(const Values&)> value;
-  double bound;
+  std::function<std::optional<double>(const SoakSample&)> value;
+  double bound = INFINITY;  // how fast it may grow, in an hour
+  double least = 0;         // by how much it has to grow in a run for that to be told from noise
+  double most = INFINITY;   // how much it may be at any time
 };
 
 struct Process {
   SoakWorkerOptions options;
   std::unique_ptr<ChildProcess> child = nullptr;
   std::optional<std::string> answer = {};
-  std::vector<Values> samples = {};  // of all its lives
+  std::vector<SoakSample> samples = {};  // of all its lives
 };
 
 // For one thread.
@@ -262,18 +258,33 @@ class Soak {
       // Of many that are alike the first are enough.
       if (++failures_ <= 20) wrong_.push_back(absl::StrCat(name, ": ", line));
     } else if (absl::ConsumePrefix(&line, "sample ")) {
-      process.samples.push_back(ParseValues(line));
+      absl::StatusOr<SoakSample> sample = ParseSample(line);
+      if (sample.ok()) {
+        process.samples.push_back(*sample);
+      } else if (++failures_ <= 20) {
+        wrong_.push_back(absl::StrCat(name, ": ", sample.status().message()));
+      }
     } else if (absl::ConsumePrefix(&line, "count ")) {
-      const Values values = ParseValues(line);
-      WorkCount& count = counts_[values.at("kind")];
-      count.done += static_cast<uint64_t>(Number(values, "done"));
-      count.excused += static_cast<uint64_t>(Number(values, "excused"));
-      count.longest = std::max(count.longest, absl::Seconds(Number(values, "longest")));
+      Values values = ParseValues(line);
+      WorkCount& count = counts_[values["kind"]];
+      count.done += static_cast<uint64_t>(Number(name, values["done"]));
+      count.excused += static_cast<uint64_t>(Number(name, values["excused"]));
+      count.longest = std::max(count.longest, absl::Seconds(Number(name, values["longest"])));
     } else if (absl::ConsumePrefix(&line, "latest ")) {
-      latest_ = std::max(latest_, absl::Seconds(Number({{"latest", std::string(line)}}, "latest")));
+      latest_ = std::max(latest_, absl::Seconds(Number(name, line)));
     } else {
       std::printf("%s: %s\n", name.c_str(), std::string(line).c_str());
     }
+  }
+
+  // What is none is wrong, and no 0.
+  double Number(const std::string& name, absl::string_view text) {
+    double number = 0;
+    if (!absl::SimpleAtod(text, &number)) {
+      wrong_.push_back(absl::StrCat(name, " says '", text, "' where a number has to be"));
+      return 0;
+    }
+    return number;
   }
 
   // --------------------------------------------------------------------------- What came of it
@@ -283,10 +294,9 @@ class Soak {
                 absl::FormatDuration(absl::Trunc(absl::Now() - begin_, absl::Seconds(1))).c_str());
     for (const std::string name : {kFront, kMiddle, kGuest}) {
       if (processes_[name].samples.empty()) continue;
-      const Values& last = processes_[name].samples.back();
+      const SoakSample& last = processes_[name].samples.back();
       std::printf("  %s %.1f MB, heap %.1f, %.0f descriptors, p99 %.0f us;", name.c_str(),
-                  Number(last, "resident"), Number(last, "heap"), Number(last, "descriptors"),
-                  Number(last, "p99"));
+                  last.resident, last.heap, last.descriptors, last.p99);
     }
     std::printf("\n");
     std::fflush(stdout);
@@ -313,52 +323,73 @@ class Soak {
 
   void PrintFits() {
     const double hours = absl::ToDoubleHours(options_.duration);
-    const auto plain = [](const std::string& name) {
-      return [name](const Values& sample) -> std::optional<double> { return Number(sample, name); };
+    using Sample = SoakSample;
+    const auto plain = [](double Sample::*field) {
+      return [field](const Sample& sample) -> std::optional<double> { return sample.*field; };
     };
-    const Series all[] = {{"resident, MB", plain("resident"), kMegabytesPerHour},
-                          {"heap, MB", plain("heap"), kMegabytesPerHour},
-                          {"kept segments, MB", plain("kept"), INFINITY},
-                          {"descriptors", plain("descriptors"), kDescriptorsPerHour},
-                          {"threads", plain("threads"), kThreadsPerHour},
-                          {"contexts", plain("contexts"), INFINITY},
-                          {"calls in flight", plain("in_flight"), INFINITY},
-                          {"p50, us", plain("p50"), INFINITY},
-                          {"p99, us", plain("p99"), INFINITY},
-                          {"a pipe's p99, us", plain("pipe_p99"), INFINITY},
-                          // Of a quotient, a factor is a difference of its logarithm.
-                          {"log(p99 / a pipe's)",
-                           [](const Values& sample) -> std::optional<double> {
-                             const double call = Number(sample, "p99"),
-                                          pipe = Number(sample, "pipe_p99");
-                             if (Number(sample, "pings") < 100 || call <= 0 || pipe <= 0)
-                               return std::nullopt;
-                             return std::log(call / pipe);
-                           },
-                           std::log(kLatencyGrowth) / hours}};
-    const absl::Time from = begin_ + std::max(kWarmUp, kWarmUpPart * options_.duration);
+    const Series all[] = {
+        {"resident, MB", plain(&Sample::resident), kMegabytesPerHour, kLeastMegabytes},
+        {"heap, MB", plain(&Sample::heap), kMegabytesPerHour, kLeastMegabytes},
+        {.name = "kept segments, MB", .value = plain(&Sample::kept), .most = kMostKeptMegabytes},
+        {"descriptors", plain(&Sample::descriptors), kDescriptorsPerHour, kLeastDescriptors},
+        {"threads", plain(&Sample::threads), kThreadsPerHour, kLeastThreads},
+        {"contexts", plain(&Sample::contexts)},
+        {"calls in flight", plain(&Sample::in_flight)},
+        {"p50, us", plain(&Sample::p50)},
+        {"p99, us", plain(&Sample::p99)},
+        {"a pipe's p99, us", plain(&Sample::pipe_p99)},
+        // Of a quotient, a factor is a difference of its logarithm.
+        {"log(p99 / a pipe's)",
+         [](const Sample& sample) -> std::optional<double> {
+           if (sample.pings < 100 || sample.p99 <= 0 || sample.pipe_p99 <= 0) return std::nullopt;
+           return std::log(sample.p99 / sample.pipe_p99);
+         },
+         std::log(kLatencyGrowth) / hours, std::log(kLeastLatencyGrowth)}};
+    const absl::Duration warm_up = std::max(kWarmUp, kWarmUpPart * options_.duration);
+    const absl::Time from = begin_ + warm_up;
     const bool judges = options_.duration >= kShortestToJudge;
-    std::printf("\n%-8s %-20s %6s %10s %22s %8s\n", "", "", "points", "mean", "slope in an hour",
-                "bound");
+    std::printf("\n%-8s %-20s %6s %10s %22s %8s %8s\n", "", "", "points", "mean",
+                "slope in an hour", "bound", "noise");
     for (const std::string name : {kFront, kMiddle, kGuest}) {
       for (const Series& series : all) {
         std::vector<Point> points;
-        for (const Values& sample : processes_[name].samples) {
-          const absl::Time at = absl::UnixEpoch() + absl::Milliseconds(Number(sample, "time_ms"));
+        for (const SoakSample& sample : processes_[name].samples) {
+          const absl::Time at = absl::UnixEpoch() + absl::Milliseconds(sample.time_ms);
           const std::optional<double> value = series.value(sample);
-          if ((judges && at < from) || !value.has_value()) continue;
+          if (!value.has_value()) continue;
+          if (*value > series.most) {
+            wrong_.push_back(absl::StrCat(name, ": ", series.name, " are ", *value, " after ",
+                                          absl::FormatDuration(at - begin_), ", more than ",
+                                          series.most));
+          }
+          if (judges && at < from) continue;
           points.push_back({absl::ToDoubleHours(at - begin_), *value});
         }
         const Fit fit = FitLine(points);
         const bool is_judged = judges && std::isfinite(series.bound);
-        std::printf("%-8s %-20s %6zu %10.3f %10.3f +- %8.3f %8s\n", name.c_str(), series.name,
+        const double resolution =
+            std::max(series.bound, series.least / absl::ToDoubleHours(options_.duration - warm_up));
+        std::printf("%-8s %-20s %6zu %10.3f %10.3f +- %8.3f %8s %8s\n", name.c_str(), series.name,
                     fit.points, fit.mean, fit.slope, fit.error,
-                    is_judged ? absl::StrCat(series.bound).c_str() : "");
-        if (is_judged && fit.points < kFewestPoints) {
+                    is_judged ? absl::StrCat(series.bound).c_str() : "",
+                    is_judged ? absl::StrCat(resolution).c_str() : "");
+        if (!is_judged) continue;
+        const std::string line = absl::StrCat(name, ": ", series.name, " grows by ", fit.slope,
+                                              " +- ", fit.error, " in an hour");
+        if (fit.points < kFewestPoints) {
           wrong_.push_back(absl::StrCat(name, " has said too little of its ", series.name));
-        } else if (is_judged && GrowsFasterThan(fit, series.bound)) {
-          wrong_.push_back(absl::StrCat(name, ": ", series.name, " grows by ", fit.slope, " +- ",
-                                        fit.error, " in an hour"));
+          continue;
+        }
+        switch (JudgeGrowth(fit, series.bound, resolution)) {
+          case Growth::kNone:
+            break;
+          case Growth::kGrows:
+            wrong_.push_back(line);
+            break;
+          case Growth::kTooNoisy:
+            wrong_.push_back(absl::StrCat(line, ", too noisy to be judged: three errors are to be ",
+                                          resolution, " at most"));
+            break;
         }
       }
     }

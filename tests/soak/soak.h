@@ -32,6 +32,21 @@ constexpr double kThreadsPerHour = 12;
 // a byte between two threads, which grows with what else the machine does.
 constexpr double kLatencyGrowth = 2;
 
+// By how much something has to grow in the part of a run that is judged, to be told from noise:
+// with three standard errors of more than that, and of more than the bound above, the run fails. It
+// is a growth in the run, not in an hour, for a shorter run has fewer samples, and less time for
+// the same leak: the eight minutes that are judged of ten tell 120 MB, 120 descriptors and 60
+// threads in an hour, and the 48 of an hour the bounds, or 20 descriptors. On a busy machine the
+// former had three standard errors of up to 12.5 MB, 12.6 descriptors, 5.4 threads and a factor
+// of 3.4.
+constexpr double kLeastMegabytes = 16;
+constexpr double kLeastDescriptors = 16;
+constexpr double kLeastThreads = 8;
+constexpr double kLeastLatencyGrowth = 8;  // a factor
+
+// What the transport keeps of freed segments (core/transport/packet.h).
+constexpr double kMostKeptMegabytes = 256;
+
 struct SoakOptions {
   absl::Duration duration = absl::Minutes(10);
   uint64_t seed = 1;

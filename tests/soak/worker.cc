@@ -25,6 +25,7 @@
 #include "core/worker/worker.h"
 #include "tests/soak/functions.h"
 #include "tests/soak/load.h"
+#include "tests/soak/sample.h"
 #include "tests/testing/left_over.h"
 
 namespace distgrad {
@@ -169,20 +170,22 @@ class SoakWorker {
       if (!session_->load->CheckThatNothingHangs()) std::_Exit(2);
       const Latencies latencies = session_->load->TakeLatencies();
       const WorkerMetrics metrics = session_->worker->Metrics();
-      uint64_t calls = 0, in_flight = 0;
-      for (const CallStats& call : metrics.calls) {
-        calls += call.calls;
-        in_flight += call.in_flight;
-      }
-      Write(absl::StrCat(
-          "sample time_ms=", absl::ToUnixMillis(absl::Now()),
-          " resident=", ResidentBytes() / (1 << 20), " heap=", HeapBytes() / (1 << 20),
-          " kept=", static_cast<double>(KeptSegmentBytes()) / (1 << 20),
-          " descriptors=", OpenDescriptors().size(), " threads=", ThreadNames().size(),
-          " contexts=", metrics.contexts, " calls=", calls, " in_flight=", in_flight,
-          " pings=", latencies.call.size(), " p50=", Percentile(latencies.call, 0.5),
-          " p99=", Percentile(latencies.call, 0.99), " pipe_p50=", Percentile(latencies.pipe, 0.5),
-          " pipe_p99=", Percentile(latencies.pipe, 0.99)));
+      uint64_t in_flight = 0;
+      for (const CallStats& call : metrics.calls) in_flight += call.in_flight;
+      constexpr double kMegabyte = 1 << 20;
+      const SoakSample sample = {.time_ms = static_cast<double>(absl::ToUnixMillis(absl::Now())),
+                                 .resident = ResidentBytes() / kMegabyte,
+                                 .heap = HeapBytes() / kMegabyte,
+                                 .kept = static_cast<double>(KeptSegmentBytes()) / kMegabyte,
+                                 .descriptors = static_cast<double>(OpenDescriptors().size()),
+                                 .threads = static_cast<double>(ThreadNames().size()),
+                                 .contexts = static_cast<double>(metrics.contexts),
+                                 .in_flight = static_cast<double>(in_flight),
+                                 .pings = static_cast<double>(latencies.call.size()),
+                                 .p50 = Percentile(latencies.call, 0.5),
+                                 .p99 = Percentile(latencies.call, 0.99),
+                                 .pipe_p99 = Percentile(latencies.pipe, 0.99)};
+      Write(absl::StrCat("sample ", FormatSample(sample)));
     }
   }
 
