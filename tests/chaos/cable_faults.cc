@@ -34,22 +34,28 @@ Fault OfCable(ChaosJob* job, int host, const std::string& kind, const CableSetti
   return fault;
 }
 
-bool IsShort(ChaosJob* job, absl::Duration lasts) { return lasts < 0.8 * job->heartbeat_limit(); }
+// One that may keep the workers of the host from being heard for too long.
+Fault Silence(ChaosJob* job, int host, const std::string& kind, const std::string& longer,
+              const CableSettings& from, const CableSettings& to, absl::Duration lasts) {
+  const bool is_long = lasts > job->heartbeat_limit();
+  Fault fault = OfCable(job, host, is_long ? longer : kind, from, to, lasts);
+  for (int worker = 0; is_long && worker < job->workers(); ++worker) {
+    if (job->HostOf(worker) == host) fault.silent.insert(worker);
+  }
+  return fault;
+}
 
 }  // namespace
 
 Fault CutCable(ChaosJob* job, int host, absl::Duration lasts) {
-  return OfCable(job, host,
-                 IsShort(job, lasts) ? "a cable is cut for less than the heartbeats allow"
-                                     : "a cable is cut for longer",
-                 {.cut = true}, {.cut = true}, lasts);
+  return Silence(job, host, "a cable is cut for less than the heartbeats allow",
+                 "a cable is cut for longer", {.cut = true}, {.cut = true}, lasts);
 }
 
 Fault CutOneWay(ChaosJob* job, int host, bool is_deaf, absl::Duration lasts) {
-  return OfCable(job, host,
-                 IsShort(job, lasts) ? "a cable carries one way only, for less"
-                                     : "a cable carries one way only, for longer",
-                 {.cut = !is_deaf}, {.cut = is_deaf}, lasts);
+  return Silence(job, host, "a cable carries one way only, for less",
+                 "a cable carries one way only, for longer", {.cut = !is_deaf}, {.cut = is_deaf},
+                 lasts);
 }
 
 Fault SlowCable(ChaosJob* job, int host, int delay_ms, int64_t bytes_per_second,

@@ -35,6 +35,9 @@ constexpr absl::Duration kRecovers = absl::Minutes(1);
 // Until all others know that a worker's process is gone, and until a barrier says that the one that
 // served the store is: docs/operating.md.
 constexpr absl::Duration kHeard = absl::Seconds(30);
+// Until a silence is noticed, in heartbeat limits: one, and as much again for a busy machine, where
+// a worker that stood still itself counts anew.
+constexpr double kNoticed = 2;
 // A barrier that has failed is called again so soon.
 constexpr absl::Duration kBarrierAgain = absl::Milliseconds(200);
 
@@ -147,6 +150,7 @@ class Chaos {
     if (!Succeeds("begin", fault.begin())) return false;
     if (fault.loses_worker) Dies(fault.named);
     PumpUntil(begin_ + fault.lasts);
+    if (!fault.silent.empty()) AwaitNotice(fault);
     if (!Succeeds("end", fault.end())) return false;
     Drain();
     if (fatal_) return false;
@@ -180,6 +184,26 @@ class Chaos {
   bool Succeeds(const char* what, const absl::Status& status) {
     if (!status.ok()) Wrong(absl::StrCat("the fault does not ", what, ": ", status.ToString()));
     return status.ok();
+  }
+
+  // A silence that is longer than the heartbeats allow lasts until somebody takes somebody for lost
+  // who does not hear them. It need not be all: who has no connection with them has nothing to
+  // hear.
+  void AwaitNotice(const Fault& fault) {
+    const auto is_noticed = [&] {
+      for (int one = 0; one < job_->workers(); ++one) {
+        for (const int silent : fault.silent) {
+          if (fault.silent.count(one) > 0) continue;
+          if (members_[one].lost.count(NameOf(silent)) > 0) return true;
+          if (members_[silent].lost.count(NameOf(one)) > 0) return true;
+        }
+      }
+      return false;
+    };
+    const absl::Duration patience = kNoticed * job_->heartbeat_limit();
+    while (!is_noticed() && Hear(begin_ + patience)) continue;
+    if (is_noticed()) return;
+    Wrong(absl::StrCat("within ", Seconds(patience), " nobody has lost a worker that is silent"));
   }
 
   void Dies(int worker) {

@@ -3,6 +3,7 @@
 #define DISTGRAD_TESTS_CHAOS_FAULT_H_
 
 #include <functional>
+#include <set>
 #include <string>
 
 #include "absl/status/status.h"
@@ -24,6 +25,10 @@ struct Fault {
   bool may_end_process = false;
   // All others have to hear that the worker is lost.
   bool loses_worker = false;
+  // Workers whom the others do not hear for longer than the heartbeats allow, so that one of them
+  // has to be lost by one of the others, or the other way round, while it lasts; and it lasts until
+  // then. Empty: it may go unnoticed.
+  std::set<int> silent;
   // What it keeps from working is checkpoints: the job has recovered when one is saved again.
   bool is_of_checkpoints = false;
 };

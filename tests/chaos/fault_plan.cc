@@ -62,7 +62,8 @@ absl::Duration FaultPlan::Between(absl::Duration least, absl::Duration most) {
 
 absl::Duration FaultPlan::Silence(bool is_long) {
   const absl::Duration limit = job_->heartbeat_limit();
-  return is_long ? Between(limit, 1.5 * limit) : Between(absl::Milliseconds(100), 0.5 * limit);
+  return is_long ? Between(1.2 * limit, 1.7 * limit)
+                 : Between(absl::Milliseconds(100), 0.5 * limit);
 }
 
 Fault FaultPlan::Kill() {

@@ -24,9 +24,10 @@ Fault KilledWorker(ChaosJob* job, int worker) {
 
 Fault StoppedWorker(ChaosJob* job, int worker, absl::Duration lasts) {
   Fault fault;
-  fault.kind = lasts < 0.8 * job->heartbeat_limit()
-                   ? "a worker is stopped for less than the heartbeats allow"
-                   : "a worker is stopped for longer";
+  const bool is_long = lasts > job->heartbeat_limit();
+  fault.kind = is_long ? "a worker is stopped for longer"
+                       : "a worker is stopped for less than the heartbeats allow";
+  if (is_long) fault.silent = {worker};
   fault.where = absl::StrCat("worker ", worker, ", for ", absl::FormatDuration(lasts));
   fault.begin = [job, worker] {
     job->process(worker).Stop();
