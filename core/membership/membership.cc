@@ -31,8 +31,10 @@ constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's 
 // How long a thread that waits for others may take to notice that this worker was closed.
 constexpr absl::Duration kCheckInterval = absl::Seconds(1);
 
-// How often what a full store had no room for is said again.
-constexpr absl::Duration kCheckRoom = absl::Milliseconds(100);
+// After how long what a full store had no room for is said again, at first and at most; and how
+// long a thread that waits for that may take to notice that this worker was closed.
+constexpr absl::Duration kFirstPause = absl::Milliseconds(100), kLongestPause = absl::Seconds(2);
+constexpr absl::Duration kCheckClosed = absl::Milliseconds(100);
 
 // After how long a worker that waits for others checks by itself who has come, in case somebody
 // died after changing the members and before saying so. So rarely that it costs little, however
@@ -391,6 +393,9 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterLate(Deadline deadline)
   }
   barriers_ = self_.barriers;
   DG_RETURN_IF_ERROR(WakeBarriers(deadline));
+  // Of two that came at the same time the earlier one may have been the slower one.
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, EntryKey(self_.rank), deadline));
+  DG_RETURN_IF_ERROR(CheckOwnEntry(entry, deadline));
   return All(deadline);
 }
 
@@ -513,14 +518,33 @@ absl::Status Membership::Leave(Deadline deadline) {
 }
 
 absl::Status Membership::PublishLeft(Deadline deadline) {
-  const absl::StatusOr<WorkerInfo> now =
-      Patiently(deadline, [&](Deadline until) { return Find(self_.rank, until); });
-  if (now.ok() && now->incarnation > self_.incarnation) return Replaced();
+  if (is_over_) return Replaced();
+  const absl::StatusOr<Store::Value> entry = Patiently(
+      deadline, [&](Deadline until) { return TryGet(*store_, EntryKey(self_.rank), until); });
+  if (entry.ok()) {
+    DG_RETURN_IF_ERROR(CheckOwnEntry(*entry, deadline));
+  } else {
+    deadline = absl::InfinitePast();  // it has been waited for once
+  }
   WorkerInfo left = self_;
   left.left = true;
   return Patiently(deadline, [&](Deadline until) {
     return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
   });
+}
+
+absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadline) {
+  if (!entry.has_value()) return absl::OkStatus();
+  DG_ASSIGN_OR_RETURN(const WorkerInfo now, DecodeWorkerInfo(*entry, self_.rank));
+  if (now.incarnation > self_.incarnation) {
+    is_over_ = true;
+    // What says that the later one has come may have been there before this one's mark.
+    WakeBarriers(absl::InfinitePast()).IgnoreError();
+    return Replaced();
+  }
+  if (now.incarnation == self_.incarnation) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) { return Publish(until); }));
+  return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
 }
 
 absl::Status Membership::Replaced() const {
@@ -572,6 +596,7 @@ bool Membership::Say(const std::string& key, const std::string& value,
                      absl::FunctionRef<bool(const Store::Value&)> is_wanted) {
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
   std::optional<Store::Value> before;  // what was there when it was said for the first time
+  absl::Duration pause = kFirstPause;
   const auto go_on = [&]() -> absl::Status {
     if (next == kAsk) {
       auto said = TryGet(*store_, key, absl::InfinitePast());
@@ -603,7 +628,11 @@ bool Membership::Say(const std::string& key, const std::string& value,
     // Nobody else may know of it: so a store that is silent, or has no room, is asked for as long
     // as that lasts.
     if (absl::IsResourceExhausted(status)) {
-      absl::SleepFor(kCheckRoom);
+      for (absl::Duration left = pause; left > absl::ZeroDuration() && !closed_;
+           left -= kCheckClosed) {
+        absl::SleepFor(std::min(left, kCheckClosed));
+      }
+      pause = std::min(2 * pause, kLongestPause);
     } else if (!status.ok() && !absl::IsDeadlineExceeded(status)) {
       return false;
     }
@@ -729,14 +758,15 @@ absl::StatusOr<Membership::Losses> Membership::LossesOf(const std::vector<Worker
 }
 
 absl::Status Membership::WithLost(const absl::Status& status) {
-  if (!absl::IsUnavailable(status)) return status;
+  if (!absl::IsUnavailable(status) && !absl::IsResourceExhausted(status)) return status;
   std::vector<LostMember> lost;
   {
     absl::MutexLock lock(&mu_);
     for (const auto& [rank, told] : lost_) lost.push_back(told.lost);
   }
   if (lost.empty()) return status;
-  return absl::UnavailableError(absl::StrCat(Lost(lost).message(), ", and ", status.message()));
+  return absl::Status(status.code(),
+                      absl::StrCat(Lost(lost).message(), ", and ", status.message()));
 }
 
 // --------------------------------------------------------------------------------- Barriers
@@ -846,9 +876,7 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
                         DecodeWorkerInfo(*of_worker[0], static_cast<WorkerRank>(rank)));
     Loss loss = LossOf(member, of_worker[1]);
     Forget(words, member, loss);
-    const bool is_self = member.rank == self_.rank;
-    const bool is_this = is_self && member.incarnation == self_.incarnation;
-    absent.is_replaced = absent.is_replaced || (is_self && member.incarnation > self_.incarnation);
+    const bool is_this = member.rank == self_.rank && member.incarnation == self_.incarnation;
     if (member.left) continue;
     const bool lost = loss.is_lost;
     members.push_back(member);
@@ -877,6 +905,7 @@ absl::StatusOr<Membership::Absent> Membership::FindAbsent(const BarrierSpec& bar
 // come finds it at once. That one has come is said before it is counted, so whoever is counted last
 // sees all.
 absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline deadline) {
+  if (is_over_) return Replaced();
   // A check finds who is lost, whoever has said it and when.
   bool check = any_lost_ && barrier.on_lost == OnLost::kFail;
   if (come_ < barrier.number) {
@@ -888,16 +917,20 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     check = check || !come.ok() || *come >= size_;
     if (barrier.number != kLast) RaiseTo(barrier.number, come_);
   }
-  const std::string keys[] = {barrier.name + "/open", kChanges};
-  Store::Value changes = LastChanges();
+  const std::string keys[] = {barrier.name + "/open", kChanges, EntryKey(self_.rank)};
+  Store::Value changes = LastChanges(), entry = EncodeWorkerInfo(self_);
   Deadline check_again = Deadline::After(CheckAgain(size_));
   for (;;) {
-    const Store::Value seen[] = {std::nullopt, changes};
+    const Store::Value seen[] = {std::nullopt, changes, entry};
     const auto now = Patiently(deadline, [&](Deadline until) {
       return store_->AwaitChange(
           keys, seen, check ? Deadline(absl::InfinitePast()) : std::min(until, check_again));
     });
     DG_RETURN_IF_ERROR(WithLost(now.status()));
+    if ((*now)[2] != entry) {
+      entry = (*now)[2];
+      DG_RETURN_IF_ERROR(WithLost(CheckOwnEntry(entry, deadline)));
+    }
     if ((*now)[0].has_value()) return absl::OkStatus();
     check = check || (*now)[1] != changes || check_again.Passed() || deadline.Passed();
     if (!check) continue;
@@ -909,12 +942,7 @@ absl::Status Membership::WaitAtBarrier(const BarrierSpec& barrier, Deadline dead
     SetLastChanges(changes);
     check = false;
     check_again = Deadline::After(CheckAgain(size_));
-    if (absent->is_replaced) {
-      // The later incarnation's mark may have been under the one that this has written.
-      WakeBarriers(absl::InfinitePast()).IgnoreError();
-      return Replaced();
-    }
-    if (absent->mark_is_gone) {
+    if (absent->mark_is_gone && !last_check) {
       // An earlier incarnation, which lives, has written its own.
       DG_RETURN_IF_ERROR(WithLost(WriteMark(barrier, deadline)));
       check = true;

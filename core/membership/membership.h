@@ -170,6 +170,9 @@ class Membership {
   absl::StatusOr<std::vector<WorkerInfo>> GatherEntries(Deadline deadline);
   absl::Status Publish(Deadline deadline);
   absl::Status PublishLeft(Deadline deadline);
+  // Takes in this worker's entry, as the store has it: replaces that of an earlier incarnation,
+  // which was slow, or went on when it was over. kFailedPrecondition if it is of a later one.
+  absl::Status CheckOwnEntry(const Store::Value& entry, Deadline deadline);
   // The error of an incarnation that is over.
   absl::Status Replaced() const;
   // Wakes all workers that wait in a barrier: the members are others now.
@@ -189,7 +192,6 @@ class Membership {
     std::vector<WorkerInfo> late;
     std::vector<LostMember> lost;
     bool self = false;          // this worker itself is taken for lost
-    bool is_replaced = false;   // it is over, for it has come back as a later incarnation
     bool mark_is_gone = false;  // what says that it has come is not there
   };
   // Returns the entry which says that a worker has come.
@@ -258,6 +260,7 @@ class Membership {
 
   std::atomic<bool> closed_{false};
   std::atomic<bool> finished_{false};
+  std::atomic<bool> is_over_{false};  // a later incarnation has come
   std::atomic<int64_t> barriers_{0};  // that are over
   std::atomic<int64_t> coming_{0};    // the last that this worker has been asked to come to
   std::atomic<int64_t> come_{0};      // the last that it has been counted at

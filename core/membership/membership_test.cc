@@ -712,22 +712,25 @@ TEST_F(RunningJobTest, WhoWasTakenForLostAndLivesTakesPart) {
   other.join();
 }
 
+void ExpectOver(const absl::Status& status) {
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "'worker1' (1) is over")) << status;
+}
+
 // A process that was stopped, for so long that its worker was started again elsewhere, goes on.
 class ReplacedTest : public RunningJobTest {
  protected:
   void SetUp() override {
     Start(2);
+    before_ = *members_[0]->Find("worker1", Later());
     const absl::StatusOr<WorkerInfo> back = Come({.rank = 1, .world_size = 2});
     ASSERT_TRUE(back.ok()) << back.status();
     incarnation_ = back->incarnation;
   }
-  static void ExpectOver(const absl::Status& status) {
-    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), "'worker1' (1) is over")) << status;
-  }
   Membership& old() { return *members_[1]; }
   Membership& back() { return *members_[2]; }
 
+  WorkerInfo before_;
   Incarnation incarnation_ = 0;
 };
 
@@ -752,6 +755,56 @@ TEST_F(ReplacedTest, ItDoesNotTakeBackThatTheNextOneHasCome) {
   ExpectOver(old().Shutdown(Later()));
   EXPECT_EQ(members_[0]->Shutdown(Later()), absl::OkStatus());
   other.join();
+}
+
+// It had passed the test of its entry when the next one came.
+TEST_F(ReplacedTest, WhatItWritesLateDoesNotStay) {
+  before_.left = true;
+  ASSERT_TRUE(store_->Set("worker/1", EncodeWorkerInfo(before_), Later()).ok());
+  std::thread other([&] { EXPECT_EQ(back().Barrier(Later()), absl::OkStatus()); });
+  EXPECT_EQ(members_[0]->Barrier(Later()), absl::OkStatus());
+  other.join();
+  EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, incarnation_);
+}
+
+// One that it had not come to, and that the next one is not waited for in.
+TEST_F(RunningJobTest, AReplacedOneDoesNotPassABarrierThatIsOpen) {
+  Start(2);
+  std::thread waiting([&] { EXPECT_EQ(members_[0]->Barrier(Later()), absl::OkStatus()); });
+  ASSERT_TRUE(store_->Get("at/0", Later()).ok());
+  ASSERT_TRUE(Come({.rank = 1, .world_size = 2}).ok());
+  waiting.join();
+  std::thread other([&] { EXPECT_EQ(members_[2]->Barrier(Later()), absl::OkStatus()); });
+  while (!absl::EndsWith(store_->Get("at/1", Later()).value(), " 2")) std::this_thread::yield();
+  ExpectOver(members_[1]->Barrier(Later()));
+  EXPECT_EQ(members_[0]->Barrier(Deadline::After(absl::Seconds(5))), absl::OkStatus());
+  other.join();
+  ExpectOver(members_[1]->Barrier(Later()));
+}
+
+// The earlier one of two that come back is the slower one.
+TEST_F(RunningJobTest, OfTwoThatComeBackTheLaterOneStays) {
+  Start(2);
+  const auto holding = std::make_shared<HoldingStore>(store_);
+  Membership slow(holding, {.rank = 1, .world_size = 2});
+  std::thread enters([&] {
+    absl::StatusOr<WorkerInfo> self = slow.Claim(Later());
+    ASSERT_TRUE(self.ok()) << self.status();
+    self->address = "inproc://slow";
+    is_held_at_set = true;
+    slow.Enter(*self, Later()).IgnoreError();
+  });
+  holding->held.WaitForNotification();
+  const absl::StatusOr<WorkerInfo> back = Come({.rank = 1, .world_size = 2});
+  ASSERT_TRUE(back.ok()) << back.status();
+  holding->go_on.Notify();
+  enters.join();
+  ASSERT_EQ(members_[0]->Find(WorkerRank{1}, Later())->address, "inproc://slow");
+  std::thread other([&] { EXPECT_EQ(members_[2]->Barrier(Later()), absl::OkStatus()); });
+  EXPECT_EQ(members_[0]->Barrier(Later()), absl::OkStatus());
+  other.join();
+  EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, back->incarnation);
+  ExpectOver(slow.Barrier(Later()));
 }
 
 // The others find it gone, and may have said so.

@@ -220,16 +220,30 @@ void MemberSync::Read() {
     }
     parts_.agent.SetLost(member.worker.rank, member.worker.incarnation, member.reason);
   }
-  TakeDenied(*losses);
+  is_all = TakeDenied(*losses) && is_all;
   // What this worker itself has to say of a loss, or takes back, is read when it is there.
   if (is_all) changes_ = *changes;
 }
 
-void MemberSync::TakeDenied(const Membership::Losses& losses) {
+// A member that this worker cannot reach, and that denies it, is not tried again at once: both
+// would argue for as long as that lasts.
+bool MemberSync::TakeDenied(const Membership::Losses& losses) {
+  bool is_all = true;
+  const absl::Time now = parts_.clock.Now();
   for (const WorkerInfo& member : losses.denied) {
+    if (parts_.agent.LossOf(member.rank, member.incarnation) != 0) {
+      const auto [taken, is_first] = denial_taken_at_.try_emplace(member.rank, now);
+      if (!is_first && parts_.heartbeat_limit != absl::InfiniteDuration() &&
+          now - taken->second < parts_.heartbeat_limit) {
+        is_all = false;
+        continue;
+      }
+      taken->second = now;
+    }
     marked_.erase(member.rank);
     parts_.agent.SetAlive(member.rank, member.incarnation);
   }
+  return is_all;
 }
 
 // Whoever told of the loss watches the member again from then on, also where nobody reads what
@@ -244,7 +258,7 @@ void MemberSync::OnDenied(std::vector<WorkerInfo> members) {
   // Where there is no thread for it the barrier's next look brings it again.
   parts_.lookups.Run([this, members = std::move(members)] {
     const absl::StatusOr<Membership::Losses> losses = parts_.members.LossesOf(members);
-    if (losses.ok()) TakeDenied(*losses);
+    if (losses.ok()) TakeDenied(*losses);  // what is left the next look brings
   });
 }
 

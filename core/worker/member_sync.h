@@ -77,7 +77,8 @@ class MemberSync {
   bool HasJustDenied() const;
   void FollowOnce();
   void Read();
-  void TakeDenied(const Membership::Losses& losses);
+  // Returns false if that is too soon for some of them.
+  bool TakeDenied(const Membership::Losses& losses);
   // Returns whether this worker has told that the member is lost, which has answered since; and
   // takes that back next.
   bool TakesBack(const WorkerInfo& member) const;
@@ -97,6 +98,8 @@ class MemberSync {
     uint64_t loss = 0;  // Agent::LossOf()
   };
   absl::flat_hash_map<WorkerRank, Marked> marked_;  // the losses that this worker has told
+  // When one that was lost was last taken for alive because it has denied that.
+  absl::flat_hash_map<WorkerRank, absl::Time> denial_taken_at_;
   // Used by Read() alone.
   int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not

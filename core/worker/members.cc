@@ -92,6 +92,7 @@ absl::Status WorkerImpl::Leave(Deadline deadline) {
   }
   // A worker that is not connected learns it from the store when it connects.
   const absl::Status said = members_->Leave(deadline);
+  if (absl::IsFailedPrecondition(said)) return said;  // this one is over, and nobody waits for it
   agent_->SayLeaving();
   BlockingScope blocking;
   DG_RETURN_IF_ERROR(AwaitIdle(deadline, /*contexts=*/true));

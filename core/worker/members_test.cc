@@ -1037,15 +1037,17 @@ class MuteStore : public ForwardingStore {
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     if (is_mute && key == "lost/1" && value.empty()) return absl::OkStatus();
     if (key == "lost/1" && value.empty() && refusals > 0) {
-      // As a full file:// store says it, and as a full tcp:// store.
+      // As a full store says it, and whatever else one may say.
       if (refusals-- % 2 == 0) return absl::ResourceExhaustedError("the store is full");
-      return absl::UnavailableError("it closes the connection on this request (is it full?)");
+      return absl::UnavailableError("it closes the connection");
     }
     if (key == "changes" && is_short.exchange(false)) throw std::bad_alloc();
+    if (key == "lost/1" && !value.empty()) ++losses;
     return ForwardingStore::Set(key, value, deadline);
   }
 
   std::atomic<bool> is_mute{false}, is_short{false};
+  std::atomic<int> losses{0};    // that its worker has said
   std::atomic<int> refusals{0};  // of denials, from now on
 };
 
@@ -1195,6 +1197,25 @@ TEST_F(WatcherTest, TwoThatCannotReachEachOtherDoNotArgueWithoutAPause) {
   EXPECT_EQ(told_.Await(2)[1], "joined worker1") << "its first denial";
   ASSERT_NE(again, "");
   EXPECT_EQ(LossOf1(again, absl::Seconds(3)), again);
+}
+
+// Nor where it is barriers that read it; and there the member denies it each time.
+TEST_F(WatcherTest, TwoThatWaitAndCannotReachEachOtherDoNotArgueWithoutAPause) {
+  faults_->apart = true;
+  Start(3, /*heartbeat_limit=*/absl::Seconds(20));
+  std::vector<std::thread> waiting;
+  for (const int rank : {0, 1}) {
+    waiting.emplace_back([this, rank] {
+      workers_[rank]->Barrier(Deadline::Never(), OnLost::kGoOnWithout).IgnoreError();
+    });
+  }
+  const absl::Time end = Later();
+  while (mute0_->losses < 2 && absl::Now() < end) std::this_thread::yield();
+  EXPECT_EQ(mute0_->losses, 2) << "it tries the member again after its first denial";
+  absl::SleepFor(absl::Seconds(6));  // it looks each 4 s whether it can reach the member
+  EXPECT_EQ(mute0_->losses, 2);
+  for (auto& worker : workers_) worker->Abort();
+  for (std::thread& thread : waiting) thread.join();
 }
 
 // Nobody else would take it back: its member's connections stand, the watcher's among them.

@@ -165,7 +165,8 @@ class Worker {
   // Waits until every worker has called it as often as this one. A member that leaves meanwhile is
   // not waited for, nor one that joined or came back after the first of them called it. If a member
   // that has not come is lost this fails at once, with kUnavailable and its name, or goes on
-  // without it.
+  // without it. kFailedPrecondition, as at the end and in Leave(), if this worker was started again
+  // in another process, which has taken its place.
   absl::Status Barrier(Deadline deadline, OnLost on_lost = OnLost::kFail);
 
   // Ends the job in good order: waits until every worker has called this or Serve(), so that no

@@ -677,7 +677,9 @@ DG_API DG_MUST_USE dg_error* dg_worker_create(const dg_worker_options* options,
                                               dg_worker** out) DG_NOEXCEPT;
 
 /* Flag of the three functions below: goes on without a member that is lost, as if it had left.
- * Without this flag they fail with DG_UNAVAILABLE and the member's name as soon as one is lost. */
+ * Without this flag they fail with DG_UNAVAILABLE and the member's name as soon as one is lost.
+ * With and without it they fail with DG_FAILED_PRECONDITION if this worker was started again in
+ * another process, which has taken its place. */
 #define DG_GO_ON_WITHOUT_LOST UINT64_C(1)
 
 /* Waits until every worker has called this as often as this one. DG_DEADLINE_EXCEEDED names
