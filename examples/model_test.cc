@@ -51,16 +51,16 @@ TEST(ModelTest, HasTheSizeItsCommentStates) {
   const Stage whole = *Stage::Create(0, 1, 0);
   int64_t size = 0;
   for (const at::Tensor& parameter : whole.parameters()) size += parameter.numel();
-  EXPECT_EQ(size, 179114);
+  EXPECT_EQ(size, 356746);
 }
 
 TEST(ModelTest, IsCutWhereTheStagesTakeTheSameTime) {
   const std::vector<Stage> two = Cut(2, 0);
-  EXPECT_EQ(two[0].Describe(), "conv 5x5 1->16, conv 3x3 16->64");
-  EXPECT_EQ(two[1].Describe(), "conv 3x3 64->64, linear 1024->128, linear 128->10");
+  EXPECT_EQ(two[0].Describe(), "conv 5x5 1->32, conv 3x3 32->64");
+  EXPECT_EQ(two[1].Describe(), "conv 3x3 64->128, linear 2048->128, linear 128->10");
   EXPECT_EQ(Cut(3, 0)[2].Describe(), two[1].Describe());
-  EXPECT_EQ(Cut(4, 0)[3].Describe(), "linear 1024->128, linear 128->10");
-  EXPECT_EQ(Cut(5, 0)[3].Describe(), "linear 1024->128");
+  EXPECT_EQ(Cut(4, 0)[3].Describe(), "linear 2048->128, linear 128->10");
+  EXPECT_EQ(Cut(5, 0)[3].Describe(), "linear 2048->128");
 }
 
 TEST(ModelTest, FollowsItsSeed) {
