@@ -82,9 +82,10 @@ grep -q "step 108, " stdout && grep -q "all checksums are right" stdout || fail 
 # Killed after three epochs, then resumed by three workers; then one finds that it is over.
 coproc { exec "$program" "${run[@]}" --workers=2 --output=stopped --checkpoint=stopped.saved 2>&1; }
 pid=$COPROC_PID
-until [[ $line == "epoch 3/12: loss"* ]]; do read -r line <&"${COPROC[0]}"; done
+exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
+until [[ $line == "epoch 3/12: loss"* ]]; do read -r line <&"$output"; done
 kill -KILL "$pid"
-cat <&"${COPROC[0]}" >/dev/null # until the workers have ended, too
+cat <&"$output" >/dev/null # until the workers have ended, too
 wait "$pid" || true
 ls -d stopped.saved/step-*
 expect_error 2 "--batch=10" --workers=1 --data=noise --batch=20 --checkpoint=stopped.saved --resume
@@ -113,9 +114,10 @@ echo "== Ctrl-C saves"
 coproc { exec "$program" --data=data --epochs=10000 --workers=2 --output=interrupted \
   --checkpoint=interrupted.saved --every=1000000 2>&1; }
 pid=$COPROC_PID
-read -r line <&"${COPROC[0]}" # the end of an epoch
+exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
+read -r line <&"$output" # the end of an epoch
 kill -INT "$pid"
-rest=$(cat <&"${COPROC[0]}")
+rest=$(cat <&"$output")
 status=0; wait "$pid" || status=$?
 ((status == 130)) || fail "status $status: $rest"
 # Not always the last line: a worker that has seen worker 0 end may warn of it.
@@ -136,9 +138,10 @@ for signal in INT TERM; do
   echo "== SIG$signal"
   coproc { exec "$program" --single --data=data --epochs=10000 --output=interrupted 2>&1; }
   pid=$COPROC_PID
-  read -r line <&"${COPROC[0]}" # the end of an epoch
+  exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
+  read -r line <&"$output" # the end of an epoch
   kill -"$signal" "$pid"
-  rest=$(cat <&"${COPROC[0]}")
+  rest=$(cat <&"$output")
   status=0; wait "$pid" || status=$?
   ((status == 128 + $(kill -l "$signal"))) || fail "status $status"
   [[ $(tail -n 1 <<<"$rest") == "fashion_mnist: interrupted" ]] || fail "ended with: $rest"

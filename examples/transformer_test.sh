@@ -90,9 +90,10 @@ grep -q "step 60, " stdout || fail "show: $(cat stdout)"
 coproc { exec "$program" "${long[@]}" --batch=8 --micro-batches=4 --output=stopped \
   --checkpoint=stopped.saved 2>&1; }
 pid=$COPROC_PID
-until [[ ${line:-} == "step 18/60: loss"* ]]; do read -r line <&"${COPROC[0]}"; done
+exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
+until [[ ${line:-} == "step 18/60: loss"* ]]; do read -r line <&"$output"; done
 kill -KILL "$pid"
-cat <&"${COPROC[0]}" >/dev/null # until the workers have ended, too
+cat <&"$output" >/dev/null # until the workers have ended, too
 wait "$pid" || true
 # One worker: of several, another may say on a line of its own that worker 0 has gone.
 expect_error 2 "--batch=8" "${long[@]}" --batch=16 --stages=1 --checkpoint=stopped.saved --resume
@@ -109,12 +110,13 @@ echo "== a stage's worker is killed in a step: the job ends with its name, and a
 coproc { exec "$program" "${long[@]}" --batch=8 --micro-batches=4 --stages=3 --output=lost \
   --checkpoint=lost.saved 2>&1; }
 pid=$COPROC_PID
-until [[ ${line:-} == "step 6/60: loss"* ]]; do read -r line <&"${COPROC[0]}" || fail "it ended"; done
+exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
+until [[ ${line:-} == "step 6/60: loss"* ]]; do read -r line <&"$output" || fail "it ended"; done
 workers=$(<"/proc/$pid/task/$pid/children")
 for child in $workers; do
   if grep -qzx "RANK=1" "/proc/$child/environ"; then victim=$child; fi
 done
-until [[ $line == "step 24/60: loss"* ]]; do read -r line <&"${COPROC[0]}" || fail "it ended"; done
+until [[ $line == "step 24/60: loss"* ]]; do read -r line <&"$output" || fail "it ended"; done
 # Who started them finds all of them ended at once, and yet says why.
 kill -STOP "$pid"
 kill -KILL "$victim"
@@ -126,7 +128,7 @@ for child in $workers; do
   done
 done
 kill -CONT "$pid"
-said=$(cat <&"${COPROC[0]}")
+said=$(cat <&"$output")
 status=0; wait "$pid" || status=$?
 ((status == 137)) || fail "status $status: $said"
 # Who leads says on which worker: the pipeline by the stage; or, where the worker was killed in the
@@ -146,9 +148,10 @@ for every in 1000000 1; do
     --context=16 --micro-batches=2 --replicas=2 --stages=1 --output=interrupted \
     --checkpoint=interrupted.saved 2>&1; }
   pid=$COPROC_PID
+  exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
   until [[ $(wc -l 2>/dev/null <interrupted/training.csv) -gt 1 ]]; do kill -0 "$pid" || fail "it ended"; done
   kill -INT "$pid"
-  rest=$(cat <&"${COPROC[0]}")
+  rest=$(cat <&"$output")
   status=0; wait "$pid" || status=$?
   ((status == 130)) || fail "status $status: $rest"
   [[ $(grep "^transformer: " <<<"$rest") == "transformer: interrupted" ]] || fail "ended with: $rest"

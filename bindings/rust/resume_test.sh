@@ -29,9 +29,10 @@ diff <(sums whole/step-000120) <(sums stopped/step-000120) || fail "it has learn
 echo "== Ctrl-C saves"
 coproc { exec "$program" "$data" 60000 --checkpoint interrupted --every 20 2>&1; }
 pid=$COPROC_PID
-until [[ ${line:-} == "saved the checkpoint of step "* ]]; do read -r line <&"${COPROC[0]}"; done
+exec {output}<&"${COPROC[0]}" # for bash closes its own when the program has ended
+until [[ ${line:-} == "saved the checkpoint of step "* ]]; do read -r line <&"$output"; done
 kill -INT "$pid"
-rest=$(cat <&"${COPROC[0]}")
+rest=$(cat <&"$output")
 status=0; wait "$pid" || status=$?
 ((status == 130)) || fail "status $status: $rest"
 last=$(sed -nE 's/^saved the checkpoint of step //p' <<<"$rest" | tail -n 1)
