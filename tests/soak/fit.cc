@@ -43,8 +43,9 @@ Fit FitLine(absl::Span<const Point> points) {
 
 Growth JudgeGrowth(const Fit& fit, double bound, double resolution) {
   if (fit.slope - 3 * fit.error > bound) return Growth::kGrows;
-  // Also where the error is infinite, or no number.
-  return 3 * fit.error <= resolution ? Growth::kNone : Growth::kTooNoisy;
+  // Not where the error is infinite, or no number.
+  const bool is_shown = fit.slope + 3 * fit.error <= bound + resolution;
+  return is_shown ? Growth::kNone : Growth::kTooNoisy;
 }
 
 }  // namespace distgrad

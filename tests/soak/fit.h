@@ -30,14 +30,14 @@ constexpr size_t kFewestPoints = 8;
 Fit FitLine(absl::Span<const Point> points);
 
 enum class Growth {
-  kNone,
-  kGrows,     // the slope is above the bound by more than three standard errors: of a thousand
-              // series without a trend one or two are
-  kTooNoisy,  // three standard errors are more than the resolution, or there are too few points
+  kNone,      // the slope and three standard errors are at most the bound and the resolution
+  kGrows,     // the slope is above the bound by more than three standard errors
+  kTooNoisy,  // neither: nobody can tell; also where there are too few points
 };
 
-// Of what is kNone the slope is, but for one or two in a thousand, at most `bound` and twice
-// `resolution`: without the latter a series passes if it is noisy enough.
+// Of a thousand series whose slope is `bound` one or two are found to grow, and of a thousand whose
+// slope is greater by `resolution` as many not to: without the latter a series passes if it is
+// noisy enough.
 Growth JudgeGrowth(const Fit& fit, double bound, double resolution);
 
 }  // namespace distgrad

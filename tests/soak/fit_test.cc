@@ -83,9 +83,10 @@ TEST(FitTest, ANoisySeriesIsNotJudged) {
   const Series noisy = {.leak = 50, .noise = 40, .persistence = 0.9};
   EXPECT_LT(Count(Growth::kGrows, noisy, 20, 20), 500);
   EXPECT_LE(Count(Growth::kNone, noisy, 20, 20), 10);
-  EXPECT_GE(Count(Growth::kTooNoisy, {.noise = 40, .persistence = 0.9}, 20, 20), 950);
-  // What a leak of the bound and twice the resolution is found to be.
-  EXPECT_LE(Count(Growth::kNone, {.leak = 60, .noise = 12, .persistence = 0.5}, 20, 20), 5);
+  EXPECT_GE(Count(Growth::kTooNoisy, {.noise = 40, .persistence = 0.9}, 20, 20), 900);
+  // The least leak that is not to pass.
+  EXPECT_LE(Count(Growth::kNone, {.leak = 40, .noise = 12, .persistence = 0.5}, 20, 20), 20);
+  EXPECT_GE(Count(Growth::kNone, {.leak = 20, .noise = 4, .persistence = 0.5}, 20, 20), 980);
   EXPECT_EQ(JudgeGrowth({.points = 100, .slope = std::nan(""), .error = std::nan("")}, 20, 20),
             Growth::kTooNoisy);
 }

@@ -349,7 +349,7 @@ class Soak {
     const absl::Time from = begin_ + warm_up;
     const bool judges = options_.duration >= kShortestToJudge;
     std::printf("\n%-8s %-20s %6s %10s %22s %8s %8s\n", "", "", "points", "mean",
-                "slope in an hour", "bound", "noise");
+                "slope in an hour", "bound", "and");
     for (const std::string name : {kFront, kMiddle, kGuest}) {
       for (const Series& series : all) {
         std::vector<Point> points;
@@ -387,8 +387,10 @@ class Soak {
             wrong_.push_back(line);
             break;
           case Growth::kTooNoisy:
-            wrong_.push_back(absl::StrCat(line, ", too noisy to be judged: three errors are to be ",
-                                          resolution, " at most"));
+            wrong_.push_back(absl::StrCat(line,
+                                          ", too noisy to be judged: with three errors that is "
+                                          "to be ",
+                                          series.bound + resolution, " at most"));
             break;
         }
       }

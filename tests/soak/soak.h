@@ -32,13 +32,12 @@ constexpr double kThreadsPerHour = 12;
 // a byte between two threads, which grows with what else the machine does.
 constexpr double kLatencyGrowth = 2;
 
-// By how much something has to grow in the part of a run that is judged, to be told from noise:
-// with three standard errors of more than that, and of more than the bound above, the run fails. It
-// is a growth in the run, not in an hour, for a shorter run has fewer samples, and less time for
-// the same leak: the eight minutes that are judged of ten tell 120 MB, 120 descriptors and 60
-// threads in an hour, and the 48 of an hour the bounds, or 20 descriptors. On a busy machine the
-// former had three standard errors of up to 12.5 MB, 12.6 descriptors, 5.4 threads and a factor
-// of 3.4.
+// By how much more something has to grow in the part of a run that is judged, for the run to fail
+// in any case (JudgeGrowth's resolution), where that is more than the bound. It is a growth in the
+// run, not in an hour, for a shorter run has fewer samples, and less time for the same leak: the
+// eight minutes that are judged of ten tell 120 MB, 120 descriptors and 60 threads in an hour, and
+// the 48 of an hour the bounds, or 20 descriptors. In two runs of ten minutes beside builds three
+// standard errors were up to 16.4 MB, 13.9 descriptors, 5.4 threads and a factor of 12 in the run.
 constexpr double kLeastMegabytes = 16;
 constexpr double kLeastDescriptors = 16;
 constexpr double kLeastThreads = 8;
