@@ -35,9 +35,12 @@ constexpr absl::Duration kRecovers = absl::Minutes(1);
 // Until all others know that a worker's process is gone, and until a barrier says that the one that
 // served the store is: docs/operating.md.
 constexpr absl::Duration kHeard = absl::Seconds(30);
-// Until a silence is noticed, in heartbeat limits: one, and as much again for a busy machine, where
-// a worker that stood still itself counts anew.
-constexpr double kNoticed = 2;
+// Until a silence is noticed: a peer is lost after the heartbeat limit, on a connection of its own
+// after 1.2 times that; and who had just lost its connection opens another one, which is given up
+// after ten seconds where nobody answers.
+absl::Duration NoticedWithin(absl::Duration heartbeat_limit) {
+  return absl::Seconds(10) + 1.2 * heartbeat_limit;
+}
 // A barrier that has failed is called again so soon.
 constexpr absl::Duration kBarrierAgain = absl::Milliseconds(200);
 
@@ -200,7 +203,7 @@ class Chaos {
       }
       return false;
     };
-    const absl::Duration patience = kNoticed * job_->heartbeat_limit();
+    const absl::Duration patience = NoticedWithin(job_->heartbeat_limit());
     while (!is_noticed() && Hear(begin_ + patience)) continue;
     if (is_noticed()) return;
     Wrong(absl::StrCat("within ", Seconds(patience), " nobody has lost a worker that is silent"));
