@@ -206,16 +206,17 @@ class FileStore final : public Store {
     const uint64_t end = end_ + entry.size();
     DG_RETURN_IF_ERROR(
         file.Write(kMagic.size(), absl::string_view(reinterpret_cast<const char*>(&end), 8)));
-    end_ = end;
     Apply(key, value);
+    end_ = end;  // not before: what there was no memory for is read from the file by the next call
     return absl::OkStatus();
   }
 
+  // Either happens or, where there is no memory for it, does not.
   void Apply(const std::string& key, const std::string& value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (key.empty()) {
       values_.erase(value);
     } else {
-      values_[key] = value;
+      values_.insert_or_assign(key, std::string(value));
     }
   }
 

@@ -22,7 +22,7 @@ class InProcessStore final : public Store {
   absl::Status Set(const std::string& key, const std::string& value, Deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
     std::lock_guard<std::mutex> lock(mu_);
-    values_[key] = value;
+    values_.insert_or_assign(key, std::string(value));  // copied first: memory for it may fail
     changed_.notify_all();
     return absl::OkStatus();
   }
@@ -34,7 +34,7 @@ class InProcessStore final : public Store {
     const auto before = values_.find(key);
     if (before != values_.end() && !absl::SimpleAtoi(before->second, &sum)) return NotACounter(key);
     sum += amount;
-    values_[key] = absl::StrCat(sum);
+    values_.insert_or_assign(key, absl::StrCat(sum));
     changed_.notify_all();
     return sum;
   }
