@@ -1,4 +1,5 @@
-// Appends entries to the file under a lock, and reads what others have appended.
+// Appends entries to the file under a lock, and reads what others have appended; copies those that
+// count to another place in it when most do not.
 #include "core/membership/store/file_store.h"
 
 #include <fcntl.h>
@@ -28,13 +29,42 @@
 namespace distgrad {
 namespace {
 
-// The file: this, where its last whole entry ends (64 bits), and then entries, each a key and a
-// value with their lengths (32 bits). Entries are only added; of one key the last counts. An entry
-// of the empty key says of the key that is its value that it is deleted. The end is written after
-// the entry, so one that was not finished is behind it and does not count.
-constexpr absl::string_view kMagic = "dgstore2";
-constexpr uint64_t kHeaderBytes = 16;
-constexpr uint64_t kMaxFile = 1 << 30;
+// The file: this, where its log is, and somewhere behind that the log. It has entries, each a key
+// and a value with their lengths (32 bits); of one key the last counts. An entry of the empty key
+// says of the key that is its value that it is deleted. The log's end is written after the entry,
+// so one that was not finished is behind it and does not count.
+constexpr absl::string_view kMagic = "dgstore3";
+
+// Where the log is. When most of it does not count any more, what does is copied to a part of the
+// file that has no log, and then this says so, with another generation: whoever has read the former
+// log reads the new one from its beginning. It is within a page, so no process is killed halfway in
+// writing it; one that is killed before has changed nothing.
+struct Header {
+  uint64_t generation = 0;
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+constexpr uint64_t kHeaderBytes = kMagic.size() + sizeof(Header);
+
+absl::string_view BytesOf(const Header& header) {
+  return {reinterpret_cast<const char*>(&header), sizeof(header)};
+}
+
+// A log that is shorter is not copied.
+constexpr uint64_t kMinCopied = 1 << 20;
+// No file is longer. Where all that counts takes n bytes a log is up to 2n long, and one entry
+// more; and it is copied to behind itself only where it begins before n. So that copy begins before
+// 3n, and ends, when others have added to it, before 5n.
+constexpr uint64_t kMaxFile = 6 * kMaxFileStoreBytes;
+
+void AppendEntry(absl::string_view key, absl::string_view value, std::string* out) {
+  WireWriter writer(out);
+  writer.Bytes(key);
+  writer.Bytes(value);
+}
+uint64_t EntryBytes(absl::string_view key, absl::string_view value) {
+  return 2 * sizeof(uint32_t) + key.size() + value.size();
+}
 
 class File {
  public:
@@ -91,8 +121,13 @@ class File {
 // Thread-safe.
 class FileStore final : public Store {
  public:
-  FileStore(std::string path, absl::Duration patience, dev_t device, ino_t inode)
-      : path_(std::move(path)), patience_(patience), device_(device), inode_(inode) {}
+  FileStore(std::string path, absl::Duration patience, uint64_t max_bytes, dev_t device,
+            ino_t inode)
+      : path_(std::move(path)),
+        patience_(patience),
+        max_bytes_(max_bytes),
+        device_(device),
+        inode_(inode) {}
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
@@ -172,16 +207,25 @@ class FileStore final : public Store {
     return file;
   }
 
-  // Reads what was added since the last time.
+  // Reads what was added since the last time, or a new log. Should memory fail, the next call reads
+  // it once more: what an entry does may be done twice.
   absl::Status CatchUp(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    uint64_t end = 0;
-    DG_RETURN_IF_ERROR(file.Read(kMagic.size(), reinterpret_cast<char*>(&end), sizeof(end)));
+    Header now;
+    DG_RETURN_IF_ERROR(file.Read(kMagic.size(), reinterpret_cast<char*>(&now), sizeof(now)));
     struct stat info = {};
     if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
+    if (now.generation != log_.generation) {
+      values_.clear();
+      live_bytes_ = 0;
+      log_ = {now.generation, now.begin, now.begin};
+    }
     const absl::Status damaged = absl::UnavailableError("it is damaged");
-    if (end < end_ || end > static_cast<uint64_t>(info.st_size) || end > kMaxFile) return damaged;
-    std::string bytes(end - end_, '\0');
-    DG_RETURN_IF_ERROR(file.Read(end_, bytes.data(), bytes.size()));
+    if (now.begin != log_.begin || now.begin < kHeaderBytes || now.end < log_.end ||
+        now.end > static_cast<uint64_t>(info.st_size) || now.end > kMaxFile) {
+      return damaged;
+    }
+    std::string bytes(now.end - log_.end, '\0');
+    DG_RETURN_IF_ERROR(file.Read(log_.end, bytes.data(), bytes.size()));
     WireReader reader(bytes);
     while (reader.ok() && reader.remaining() > 0) {
       const absl::string_view key = reader.Bytes();
@@ -192,43 +236,73 @@ class FileStore final : public Store {
       }
       Apply(std::string(key), std::string(value));
     }
-    end_ = end;
+    log_.end = now.end;
     return absl::OkStatus();
   }
 
+  // A key that is deleted needs no room.
   absl::Status Append(File& file, const std::string& key, const std::string& value)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!key.empty() && live_bytes_ - LiveBytesOf(key) + EntryBytes(key, value) > max_bytes_) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("it is full: its entries may take ", max_bytes_, " bytes"));
+    }
+    if (log_.end - log_.begin > std::max(kMinCopied, 2 * live_bytes_)) {
+      DG_RETURN_IF_ERROR(Compact(file));
+    }
     std::string entry;
-    WireWriter writer(&entry);
-    writer.Bytes(key);
-    writer.Bytes(value);
-    DG_RETURN_IF_ERROR(file.Write(end_, entry));
-    const uint64_t end = end_ + entry.size();
-    DG_RETURN_IF_ERROR(
-        file.Write(kMagic.size(), absl::string_view(reinterpret_cast<const char*>(&end), 8)));
+    AppendEntry(key, value, &entry);
+    DG_RETURN_IF_ERROR(file.Write(log_.end, entry));
+    const Header longer = {log_.generation, log_.begin, log_.end + entry.size()};
+    DG_RETURN_IF_ERROR(file.Write(kMagic.size(), BytesOf(longer)));
     Apply(key, value);
-    end_ = end;  // not before: what there was no memory for is read from the file by the next call
+    log_ = longer;  // after Apply(): what that has no memory for is read by the next call
+    return absl::OkStatus();
+  }
+
+  // Copies what counts to before the log, if there is room, and else to behind it.
+  absl::Status Compact(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    std::string entries;
+    entries.reserve(live_bytes_);
+    for (const auto& [key, value] : values_) AppendEntry(key, value, &entries);
+    const bool fits = kHeaderBytes + entries.size() <= log_.begin;
+    const uint64_t begin = fits ? kHeaderBytes : log_.end;
+    DG_RETURN_IF_ERROR(file.Write(begin, entries));
+    const Header copy = {log_.generation + 1, begin, begin + entries.size()};
+    DG_RETURN_IF_ERROR(file.Write(kMagic.size(), BytesOf(copy)));
+    log_ = copy;
     return absl::OkStatus();
   }
 
   // Either happens or, where there is no memory for it, does not.
   void Apply(const std::string& key, const std::string& value) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const uint64_t before = LiveBytesOf(key.empty() ? value : key);
     if (key.empty()) {
       values_.erase(value);
     } else {
       values_.insert_or_assign(key, std::string(value));
+      live_bytes_ += EntryBytes(key, value);
     }
+    live_bytes_ -= before;
+  }
+
+  // Returns what the key's entry takes; 0 if it is not there.
+  uint64_t LiveBytesOf(const std::string& key) ABSL_SHARED_LOCKS_REQUIRED(mu_) {
+    const auto found = values_.find(key);
+    return found == values_.end() ? 0 : EntryBytes(key, found->second);
   }
 
   // Constant after construction.
   const std::string path_;
   const absl::Duration patience_;
+  const uint64_t max_bytes_;
   const dev_t device_;
   const ino_t inode_;
 
   absl::Mutex mu_;
-  uint64_t end_ ABSL_GUARDED_BY(mu_) = kHeaderBytes;  // of what was read
+  Header log_ ABSL_GUARDED_BY(mu_);  // as far as it was read; of generation 0 there is none
   std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
+  uint64_t live_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // of these, as entries
 };
 
 // Writes the header of a file that is empty; checks that of another.
@@ -237,9 +311,8 @@ absl::Status Begin(File& file, absl::Duration patience) {
   struct stat info = {};
   if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
   if (info.st_size == 0) {
-    std::string header(kMagic);
-    WireWriter(&header).U64(kHeaderBytes);
-    return file.Write(0, header);
+    const Header empty = {1, kHeaderBytes, kHeaderBytes};
+    return file.Write(0, absl::StrCat(kMagic, BytesOf(empty)));
   }
   char magic[kMagic.size()];
   if (static_cast<uint64_t>(info.st_size) >= kHeaderBytes) {
@@ -252,7 +325,7 @@ absl::Status Begin(File& file, absl::Duration patience) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path,
-                                                    absl::Duration patience) {
+                                                    absl::Duration patience, uint64_t max_bytes) {
   File file(open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
   if (file.fd() < 0) {
     return absl::InvalidArgumentError(
@@ -262,7 +335,7 @@ absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path,
       Annotate(Begin(file, patience), absl::StrCat("the store's file \"", path, "\"")));
   struct stat info = {};
   if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
-  return std::make_unique<FileStore>(path, patience, info.st_dev, info.st_ino);
+  return std::make_unique<FileStore>(path, patience, max_bytes, info.st_dev, info.st_ino);
 }
 
 }  // namespace distgrad

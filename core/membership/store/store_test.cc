@@ -9,6 +9,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/file.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -578,6 +579,112 @@ TEST(FileStoreTest, PiecesAndLies) {
     file.seekp(at).put(byte);
   }
   EXPECT_EQ(NewFileStore(path).value()->Get("key", absl::InfinitePast()).value(), "x");
+}
+
+// What does not count any more is dropped. Whoever has not read for long sees what others see.
+TEST(FileStoreTest, TheFileStaysShort) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path).value();
+  const auto other = NewFileStore(path).value();
+  const auto seldom = NewFileStore(path).value();
+  ASSERT_EQ(store->Set("first", "1", Later()), absl::OkStatus());
+  ASSERT_EQ(store->Set("deleted", "1", Later()), absl::OkStatus());
+  ASSERT_EQ(seldom->Get("deleted", Later()).value(), "1");
+  ASSERT_EQ(other->Delete("deleted", Later()), absl::OkStatus());
+  const Keys keys = {"first", "deleted", "key0", "key1", "count"};
+  for (int i = 0; i < 400; ++i) {  // 40 MB
+    Store& writer = i % 3 == 0 ? *other : *store;
+    const std::string value = absl::StrCat(i, std::string(100000, 'x'));
+    ASSERT_EQ(writer.Set(absl::StrCat("key", i % 2), value, Later()), absl::OkStatus());
+    ASSERT_EQ(writer.Add("count", 1, Later()).value(), i + 1);
+    ASSERT_LT(std::filesystem::file_size(path), 4u << 20) << i;
+    if (i == 0) continue;
+    const Values values = store->GetEach(keys, Later()).value();
+    ASSERT_EQ(values[0], "1");
+    ASSERT_EQ(values[1], std::nullopt);
+    ASSERT_TRUE(values[2 + i % 2] == value) << i;
+    ASSERT_TRUE(absl::StartsWith(*values[3 - i % 2], absl::StrCat(i - 1, "x"))) << i;
+    ASSERT_EQ(values[4], absl::StrCat(i + 1));
+    ASSERT_TRUE(other->GetEach(keys, Later()).value() == values) << i;
+    if (i % 37 != 0) continue;
+    ASSERT_TRUE(seldom->GetEach(keys, Later()).value() == values) << i;
+    ASSERT_TRUE(NewFileStore(path).value()->GetEach(keys, Later()).value() == values) << i;
+  }
+}
+
+// While it lives a write of this process ends where a file has so many bytes.
+class ShortFiles {
+ public:
+  explicit ShortFiles(uint64_t bytes) {
+    EXPECT_EQ(getrlimit(RLIMIT_FSIZE, &before_), 0);
+    rlimit limit = before_;
+    limit.rlim_cur = bytes;
+    EXPECT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+  }
+  ~ShortFiles() {
+    EXPECT_EQ(setrlimit(RLIMIT_FSIZE, &before_), 0);
+    signal(SIGXFSZ, signal_);
+  }
+  ShortFiles(const ShortFiles&) = delete;
+  ShortFiles& operator=(const ShortFiles&) = delete;
+
+ private:
+  const sighandler_t signal_ = signal(SIGXFSZ, SIG_IGN);
+  rlimit before_ = {};
+};
+
+// It is what a process leaves that is killed there, also where it copies what counts: to the
+// beginning of the file, or to its end.
+TEST(FileStoreTest, AWriteThatEndsHalfwayChangesNothing) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path).value();
+  Keys keys;
+  for (int i = 0; i < 10; ++i) keys.push_back(absl::StrCat("key", i));
+  Values values(keys.size());
+  for (int i = 0; i < 200; ++i) {
+    const size_t at = i % keys.size();
+    const std::string value(9000 + i, static_cast<char>('a' + i % 26));
+    const uint64_t size = std::filesystem::file_size(path);
+    for (const uint64_t limit : {uint64_t{50}, uint64_t{50000}, size + 50, size + 50000}) {
+      SCOPED_TRACE(absl::StrCat(i, ": ", limit, " of ", size, " bytes"));
+      bool is_set = false;
+      {
+        const ShortFiles short_files(limit);
+        is_set = store->Set(keys[at], value, Later()).ok();
+      }
+      if (is_set) values[at] = value;
+      ASSERT_TRUE(store->GetEach(keys, Later()).value() == values);
+      ASSERT_TRUE(NewFileStore(path).value()->GetEach(keys, Later()).value() == values);
+    }
+    ASSERT_EQ(store->Set(keys[at], value, Later()), absl::OkStatus());
+    values[at] = value;
+  }
+}
+
+// One that is full goes on with what is there, and has room again for what takes its place.
+TEST(FileStoreTest, OneThatIsFullSaysSo) {
+  const std::string path = NewPath();
+  constexpr uint64_t kMaxBytes = 100000;
+  const auto store = NewFileStore(path, absl::Seconds(10), kMaxBytes).value();
+  const auto other = NewFileStore(path, absl::Seconds(10), kMaxBytes).value();
+  const std::string value(1000, 'x');
+  absl::Status status;
+  int set = 0;
+  while (status.ok() && set < 200) {
+    status = store->Set(absl::StrCat("key", set++), value, Later());
+  }
+  EXPECT_EQ(status,
+            absl::ResourceExhaustedError(absl::StrCat(
+                "the store's file \"", path, "\": it is full: its entries may take 100000 bytes")));
+  EXPECT_EQ(set, 99);
+  EXPECT_TRUE(absl::IsResourceExhausted(other->Set("another", value, Later())));
+  for (int i = 0; i < 3000; ++i) {  // 3 MB
+    ASSERT_EQ(store->Set("key1", value, Later()), absl::OkStatus());
+  }
+  ASSERT_EQ(other->Delete("key1", Later()), absl::OkStatus());
+  EXPECT_EQ(store->Set("another", value, Later()), absl::OkStatus());
+  EXPECT_EQ(NewFileStore(path).value()->Get("another", Later()).value(), value);
+  EXPECT_LT(std::filesystem::file_size(path), 3u << 20);
 }
 
 // --- the TCP store
