@@ -469,6 +469,7 @@ std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Wh
       continue;
     }
     found.push_back(DecodeWorkerInfo(*entry, rank));
+    if (found.back().ok()) ForgetFormer(*found.back());
     const auto* name = std::get_if<std::string>(&workers[i]);
     if (name != nullptr && found.back().ok() && found.back()->name != *name) {
       found.back() = absl::InvalidArgumentError(
@@ -497,6 +498,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
     if (!entries[rank].has_value()) continue;  // it has claimed its rank, and no more
     DG_ASSIGN_OR_RETURN(WorkerInfo worker,
                         DecodeWorkerInfo(*entries[rank], static_cast<WorkerRank>(rank)));
+    ForgetFormer(worker);
     workers.push_back(std::move(worker));
   }
   return workers;
@@ -729,6 +731,14 @@ void Membership::Forget(const Words& words, const WorkerInfo& member, const Loss
   if (incarnation > member.incarnation) return;  // what was read of it is older
   const bool is_denied = words.IsDenied(member.rank, loss);
   if (!member.left && incarnation == member.incarnation && !is_denied) return;
+  lost_.erase(told);
+  said_.erase(member.rank);
+}
+
+void Membership::ForgetFormer(const WorkerInfo& member) {
+  absl::MutexLock lock(&mu_);
+  const auto told = lost_.find(member.rank);
+  if (told == lost_.end() || told->second.lost.worker.incarnation >= member.incarnation) return;
   lost_.erase(told);
   said_.erase(member.rank);
 }

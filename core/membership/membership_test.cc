@@ -1280,5 +1280,27 @@ TEST_F(RunningJobTest, AStoreThatIsGoneIsNotPutDownToWhoLives) {
             absl::UnavailableError("waiting for all workers: the store is gone"));
 }
 
+// Also where this worker has read nothing else of them than that they are there again.
+TEST_F(RunningJobTest, AStoreThatIsGoneIsNotPutDownToWhoIsBack) {
+  Start(4);
+  const Result before = members_[0]->All(Later());
+  ASSERT_TRUE(before.ok()) << before.status();
+  for (int rank = 1; rank < 4; ++rank) {
+    ASSERT_TRUE(members_[0]->MarkLost((*before)[rank], absl::StrCat(rank, " died")));
+    ASSERT_TRUE(store_->Get(absl::StrCat("lost/", rank), Later()).ok());
+  }
+  // It finds one among all, and one by its name; the third is not back.
+  ASSERT_TRUE(Come({.rank = 1, .world_size = 4}).ok());
+  ASSERT_TRUE(members_[0]->All(Later()).ok());
+  ASSERT_TRUE(Come({.rank = 2, .world_size = 4}).ok());
+  for (const char* name : {"worker2", "worker3"}) {
+    ASSERT_TRUE(members_[0]->Find(name, Later()).ok());
+  }
+  store_->set_answer(absl::UnavailableError("the store is gone"));
+  EXPECT_EQ(members_[0]->Barrier(Deadline::Never()),
+            absl::UnavailableError("waiting for all workers: 'worker3' (3) is lost: 3 died, and "
+                                   "the store is gone"));
+}
+
 }  // namespace
 }  // namespace distgrad
