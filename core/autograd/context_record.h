@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -67,6 +68,11 @@ class ContextRecord {
   ContextRecord(ContextId id, Holder holder) : id_(id), holder_(holder) {}
   ContextId id() const { return id_; }
   Holder holder() const { return holder_; }
+
+  // This worker leaves the job, and refuses the context's calls: it takes no part but for their
+  // edges, which it has none the less.
+  void SetRefused() { refused_ = true; }
+  bool refused() const { return refused_; }
 
   // ---- Edges. kFailedPrecondition once released; kUnavailable if the worker at the other end was
   // lost since the context began, for then an edge may have been lost with it.
@@ -213,6 +219,7 @@ class ContextRecord {
 
   const ContextId id_;
   const Holder holder_;
+  std::atomic<bool> refused_{false};  // set once
 
   mutable absl::Mutex mu_;
   // Guarded by mu_.

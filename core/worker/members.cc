@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "core/autograd/context_record.h"
 #include "core/base/blocking.h"
 #include "core/base/status.h"
 #include "core/membership/backoff.h"
@@ -76,7 +77,9 @@ void WorkerImpl::OnMember(MemberCallback::Function callback) {
 
 // Calls of a context that this worker takes part in belong to what is in flight.
 bool WorkerImpl::Refuses(ContextId context) const {
-  return leaving_ && (context == 0 || contexts_.Find(context) == nullptr);
+  if (!leaving_) return false;
+  const auto record = context == 0 ? nullptr : contexts_.Find(context);
+  return record == nullptr || record->refused();
 }
 
 absl::Status WorkerImpl::Leave(Deadline deadline) {

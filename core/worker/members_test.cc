@@ -226,6 +226,15 @@ TEST_P(MembersTest, OneWhoLeavesFinishesWhatIsInFlight) {
   const absl::Status unknown = Echo(worker(2), "worker1");
   EXPECT_EQ(unknown.code(), absl::StatusCode::kUnavailable) << unknown;
   EXPECT_TRUE(Contains(unknown, "has left the job")) << unknown;
+  // So is each call of a new context, though the edge of the first one has to be kept.
+  {
+    Context late = worker(0).NewContext();
+    const at::Tensor z = at::ones({3}).requires_grad_();
+    for (int i = 0; i < 2; ++i) {
+      const auto call = worker(0).Call("worker1", "double", {"", {z}}, {.context = &late});
+      EXPECT_TRUE(Contains(call.status(), "it is leaving the job")) << "call " << i;
+    }
+  }
   // What belongs to a context that it takes part in goes on.
   EXPECT_TRUE(worker(0).Call("worker1", "echo", {"", {}}, {.context = &context}).ok());
   EXPECT_TRUE(context.Backward({y->tensors[0].sum()}).ok());

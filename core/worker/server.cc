@@ -84,7 +84,8 @@ void Server::OnCall(IncomingCall call) {
   const std::shared_ptr<Owner> owner = owner_.lock();
   if (owner == nullptr) return call.Fail(absl::CancelledError("this worker is shutting down"));
   absl::Status refusal = call.refusal();
-  if (call.from() != parts_.self.rank && owner->Refuses(header->context)) {
+  const bool leaves = call.from() != parts_.self.rank && owner->Refuses(header->context);
+  if (leaves) {
     refusal = absl::UnavailableError("it is leaving the job");
     if (header->edge == 0) return call.Fail(refusal);
   }
@@ -94,6 +95,7 @@ void Server::OnCall(IncomingCall call) {
         parts_.contexts.FindOrAdd(header->context, header->edge);
     if (!found.ok()) return call.Fail(found.status());
     context = *std::move(found);
+    if (leaves) context->SetRefused();
     const absl::Status added = context->AddPeer(call.from());
     if (!added.ok()) return call.Fail(added);
   }
