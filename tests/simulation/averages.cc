@@ -8,7 +8,9 @@
 #include <random>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "core/parallel/process_group/gradient_averager.h"
 #include "tests/simulation/job_run.h"
@@ -20,8 +22,8 @@ namespace {
 
 // Longer than anything in it takes, so that whoever is waited for in vain is found out.
 constexpr absl::Duration kGroupTimeout = absl::Minutes(4);
+constexpr absl::string_view kJoining = "joining the group";
 constexpr int kReplicated = 3;  // parameters
-constexpr int kMostRanks = 6;
 
 // What a rank does in a step, which all of them know. The context is made by one worker, and the
 // parameters are another one's.
@@ -96,6 +98,11 @@ void Job::RegisterAverages(Worker* worker, int i) {
 // How a rank ends that does not go on to the end, as some plans have it.
 enum GivesUp { kAfterBackward, kInBackward, kWithoutAWord, kGivesUps };
 
+bool Job::LacksOne(int size) {
+  absl::MutexLock lock(&mu_);
+  return !ever_killed_.empty() && *ever_killed_.begin() < size;
+}
+
 void Job::RunAverages(const Action& action, int i, Process* process) {
   const int size = std::min(plan_.workers, kMostRanks);
   if (i >= size) return;
@@ -105,12 +112,17 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
   const bool gives_up = somebody_gives_up && static_cast<int>(seed / 4 % size) == i;
   const int how = static_cast<int>(seed / 64 % kGivesUps);
   const int maker = (i + static_cast<int>(seed % 2)) % plan_.workers;  // of contexts
-  const auto check = [&](const std::string& of, const absl::Status& status, Deadline deadline,
+  Doing doing{what, process, {}};
+  for (int k = 0; k < plan_.workers; ++k) doing.workers.insert(k);
+  const auto check = [&](absl::string_view of, const absl::Status& status, Deadline deadline,
                          bool may_fail) {
-    // Nobody hears of a machine that is gone.
-    if (killed_silently_ && absl::IsDeadlineExceeded(status)) return status.ok();
-    CheckEnd(absl::StrCat(what, ", ", of), status, deadline,
-             Terms{.planned = may_fail || refused_});
+    // Who was killed joins no group any more, also when it is back. And nobody hears of a machine
+    // that is gone.
+    const bool is_awaited = of == kJoining ? LacksOne(size) : killed_silently_.load();
+    const bool says_who = absl::StrContains(status.message(), "rank ") ||
+                          absl::StrContains(status.message(), "not join in time");
+    if (absl::IsDeadlineExceeded(status) && is_awaited && says_who) return false;
+    CheckEnd(doing.Part(of), status, deadline, Terms{.planned = may_fail || LacksOne(size)});
     return status.ok();
   };
 
@@ -122,7 +134,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
                                      .timeout = kGroupTimeout,
                                      .join_timeout = 2 * kTimeout,
                                      .host = process->host->address()});
-  if (!check("joining the group", group.status(), Deadline::Never(), false)) return;
+  if (!check(kJoining, group.status(), Deadline::Never(), false)) return;
   rank->group = *std::move(group);
   std::vector<NamedTensor> named;
   for (int k = 0; k < kReplicated; ++k) {
@@ -155,17 +167,18 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
       mine.follows = true;
     }
     const std::string payload = absl::StrCat(action.a, "/", step);
-    const std::shared_ptr<Worker> worker = WorkerAt(maker);
-    if (worker == nullptr) {
+    const std::shared_ptr<Process> owner = ProcessAt(maker);
+    if (owner == nullptr) {
       rank->group->Fail(absl::UnavailableError("whoever makes the contexts is dead"));
       return false;
     }
-    Context context = worker->NewContext();
+    doing.process = owner.get();
+    Context context = owner->worker->NewContext();
     const auto call = [&](const char* function, Tensors tensors) {
       const Deadline deadline = Deadline::After(kGroupTimeout + kTimeout);
       absl::StatusOr<Message> reply =
-          worker->Call(WorkerName(i), function, {payload, std::move(tensors)},
-                       {.context = &context, .deadline = deadline});
+          owner->worker->Call(WorkerName(i), function, {payload, std::move(tensors)},
+                              {.context = &context, .deadline = deadline});
       if (!check(absl::StrCat("step ", step, ", ", function), reply.status(), deadline, may_fail)) {
         rank->group->Fail(absl::AbortedError(reply.status().message()));
       }
@@ -197,7 +210,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
         absl::SleepFor(absl::Milliseconds(100));
       }
       const bool has_begun = mine.used == (1 << kReplicated) - 1 || (mine.used & 4) != 0;
-      if (!disturbed_ && has_begun && rank->group->status().ok()) {
+      if (!IsDisturbed(doing) && has_begun && rank->group->status().ok()) {
         Wrong(absl::StrCat(what, ": a context that was followed has ended, and nobody was told"));
       }
       rank->group->Fail(absl::CancelledError("given up"));
@@ -235,6 +248,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
   bool goes_on = true;
   for (int step = 0; goes_on && step < action.b; ++step) goes_on = run_step(step);
   if (goes_on) {
+    doing.process = process;
     const Deadline deadline = Deadline::After(kGroupTimeout);
     const at::Tensor value = Constant(i);
     const absl::Status averaged = rank->group->Average({value});
@@ -247,7 +261,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
   ranks_.erase(key);
 }
 
-void Job::RunBarrier(const Action& action, int i, Worker* worker) {
+void Job::RunBarrier(const Action& action, int i, Process* process) {
   const std::string what = absl::StrCat(Text(action), ", worker", i);
   const auto on_lost = static_cast<OnLost>(action.a);
   int number;
@@ -257,13 +271,17 @@ void Job::RunBarrier(const Action& action, int i, Worker* worker) {
     barriers_[i].come = std::max(barriers_[i].come, number);
   }
   const Deadline deadline = Deadline::After(3 * kTimeout);
-  const absl::Status passed = worker->Barrier(deadline, on_lost);
+  const Doing doing = DoingOfAll(what, process);
+  const absl::Status passed = process->worker->Barrier(deadline, on_lost);
   // One that has failed before on another worker has it wait for one more there.
-  if (!disturbed_ || !absl::IsDeadlineExceeded(passed)) CheckEnd(what, passed, deadline);
+  const bool disturbed = HasDisturbances();
+  const bool is_awaited = disturbed && absl::IsDeadlineExceeded(passed) &&
+                          absl::StrContains(passed.message(), "worker");
+  if (!is_awaited) CheckEnd(doing, passed, deadline);
   if (!passed.ok()) return;
   absl::MutexLock lock(&mu_);
   barriers_[i].passed = number;
-  if (on_lost != OnLost::kFail && disturbed_) return;
+  if (on_lost != OnLost::kFail && disturbed) return;
   for (int other = 0; other < plan_.workers; ++other) {
     if (barriers_[other].come >= number || ever_killed_.count(other) > 0) continue;
     if (wrong_.empty()) {

@@ -80,10 +80,13 @@ void Job::RegisterCalls(Worker* worker, int i) {
   });
 }
 
-void Job::RunCall(const Action& action, Worker* worker) {
+void Job::RunCall(const Action& action, Process* process) {
+  Worker* const worker = process->worker.get();
   static const char* const kNames[] = {"echo",  "slow",   "nested", "later",
                                        "waits", "throws", "until"};
   const std::string what = absl::StrCat(Text(action), " (", kNames[action.b], ")");
+  Doing doing{what, process, {action.actor, action.a}};
+  if (action.b == Action::kNested) doing.workers.insert((action.a + 1) % plan_.workers);
   const at::Tensor x = Constant(action.a + 1);
   CallOptions options;
   Deadline deadline = Deadline::After(kTimeout);
@@ -103,8 +106,7 @@ void Job::RunCall(const Action& action, Worker* worker) {
     if (message.ok()) return Wrong(absl::StrCat(what, ": OK, though it throws"));
     if (absl::StrContains(message.status().message(), "on fire")) return;
   }
-  const bool with_guests = IsGuest(action.a) || IsGuest(action.actor);
-  CheckEnd(what, message.status(), deadline, Terms{action.c, with_guests});
+  CheckEnd(doing, message.status(), deadline, action.c);
   if (!message.ok()) return;
   if (message->payload != what || message->tensors.size() != 1 ||
       !at::allclose(message->tensors[0], x)) {
@@ -112,7 +114,8 @@ void Job::RunCall(const Action& action, Worker* worker) {
   }
 }
 
-void Job::RunPass(const Action& action, Worker* worker) {
+void Job::RunPass(const Action& action, Process* process) {
+  Worker* const worker = process->worker.get();
   std::mt19937_64 random(action.a);
   const std::string what = Text(action);
   std::string path = DrawPath(random, plan_.workers);
@@ -123,9 +126,12 @@ void Job::RunPass(const Action& action, Worker* worker) {
   const bool is_large = (action.c & Action::kLarge) != 0 && action.a % 4 == 0;
   const int64_t rows = is_large ? 1 + static_cast<int64_t>(kLargePacket / (2 * sizeof(double))) : 2;
   const at::Tensor x = at::full({rows, 2}, 0.5, at::kDouble).set_requires_grad(true);
+  Doing doing{what, process, {action.actor}};
+  doing.workers.insert(path.begin(), path.end());
   // What the workers are told of the path behind the first.
   std::string rest = path.substr(1);
   if (is_large && (action.c & Action::kAside) != 0 && !rest.empty()) {
+    doing.workers.insert(AsideOf(path[0], rest[0], plan_.workers));
     rest[0] = static_cast<char>(static_cast<uint8_t>(rest[0]) | kCallsAside);
   }
   const Deadline forward_deadline = Deadline::After(kTimeout);
@@ -141,7 +147,7 @@ void Job::RunPass(const Action& action, Worker* worker) {
   // After the call, however late that leaves; large tensors are sent from where they are.
   if ((action.c & Action::kWrite) != 0 && !is_large) sent.mul_(3.0);
   const absl::StatusOr<Message> reply = forward.Take();
-  CheckEnd(what + ", its call", reply.status(), forward_deadline, Terms{Action::kByItself, visits});
+  CheckEnd(doing.Part("its call"), reply.status(), forward_deadline);
   const bool gives_up = (action.c & Action::kCancelSide) != 0;
   if (gives_up) {
     for (Future<Message>& future : beside) future.Cancel();
@@ -171,7 +177,7 @@ void Job::RunPass(const Action& action, Worker* worker) {
       }
       done = backward.Wait().status();
     }
-    CheckEnd(what + ", its pass", done, deadline, action.b);
+    CheckEnd(doing.Part("its pass"), done, deadline, action.b);
     if (done.ok() && action.b != Action::kByRelease) {
       // The same here, by libtorch alone.
       at::Tensor y = x;
@@ -185,7 +191,7 @@ void Job::RunPass(const Action& action, Worker* worker) {
       const Tensors want = torch::autograd::grad({y.sum()}, inputs);
       const auto check = [&](const absl::StatusOr<at::Tensor>& got, size_t i,
                              const std::string& of) {
-        CheckEnd(absl::StrCat(what, ", the gradient of ", of), got.status(), Deadline::Never());
+        CheckEnd(doing.Part("the gradient of " + of), got.status(), Deadline::Never());
         if (got.ok() && !at::allclose(*got, at::mul(want[i], passes))) {
           Wrong(absl::StrCat(what, ": the gradient of ", of, " is not that of one process"));
         }
@@ -197,8 +203,7 @@ void Job::RunPass(const Action& action, Worker* worker) {
         absl::StatusOr<Message> gradient =
             worker->Call(NameOf(w), "gradient", {}, {.context = &context, .deadline = until});
         // Who was not connected with a guest that leaves does not reach it any more.
-        CheckEnd(what + ", asking for a gradient", gradient.status(), until,
-                 Terms{Action::kByItself, IsGuest(w)});
+        CheckEnd(doing.Part("asking for a gradient"), gradient.status(), until);
         if (gradient.ok()) check(gradient->tensors.at(0), i, NameOf(w));
         ++i;
       }
@@ -206,13 +211,15 @@ void Job::RunPass(const Action& action, Worker* worker) {
   }
   for (Future<Message>& future : beside) {
     const bool is_alone = action.b == Action::kByItself && !gives_up;
-    CheckEnd(what + ", the call beside", future.Wait().status(), forward_deadline,
-             Terms{is_alone ? action.b : int{Action::kByRelease}, visits});
+    CheckEnd(doing.Part("the call beside"), future.Wait().status(), forward_deadline,
+             is_alone ? action.b : int{Action::kByRelease});
   }
 }
 
 // Deadlines that pass when a call has hardly begun, and while its timer is being set.
-void Job::RunBurst(const Action& action, Worker* worker) {
+void Job::RunBurst(const Action& action, Process* process) {
+  Worker* const worker = process->worker.get();
+  const Doing doing{Text(action), process, {action.actor, action.a}};
   std::vector<std::pair<Future<Message>, Deadline>> calls;
   for (int i = 0; i < action.c; ++i) {
     const Deadline deadline =
@@ -223,35 +230,35 @@ void Job::RunBurst(const Action& action, Worker* worker) {
       continue;
     }
     const absl::StatusOr<Message> reply = worker->Call(NameOf(action.a), "until", {}, options);
-    CheckEnd(absl::StrCat(Text(action), ", call ", i), reply.status(), deadline,
-             Action::kByDeadline);
+    CheckEnd(doing.Part(absl::StrCat("call ", i)), reply.status(), deadline, Action::kByDeadline);
   }
   for (auto& [call, deadline] : calls) {
-    CheckEnd(Text(action), call.Take().status(), deadline, Action::kByDeadline);
+    CheckEnd(doing, call.Take().status(), deadline, Action::kByDeadline);
   }
 }
 
 // Passes, and threads that ask what they wait for.
-void Job::RunLook(const Action& action, Worker* worker) {
+void Job::RunLook(const Action& action, Process* process) {
   constexpr int kPasses = 4;
   std::vector<std::thread> threads;
   const MustStart must_start;
   for (int i = 0; i < action.b; ++i) {
     threads.emplace_back([&] {
       for (int look = 0; look < action.c; ++look) {
-        (void)worker->Contexts();
+        (void)process->worker->Contexts();
         absl::SleepFor(absl::Microseconds(Draw() % 300));
       }
     });
   }
   for (int i = 0; i < kPasses; ++i) {
-    RunPass({Action::kPass, action.actor, action.a + i, Action::kByItself, 0}, worker);
+    RunPass({Action::kPass, action.actor, action.a + i, Action::kByItself, 0}, process);
   }
   for (std::thread& thread : threads) thread.join();
 }
 
 // What several threads send over one connection, in which each call's cancel comes behind the call.
-void Job::RunCrowd(const Action& action, Worker* worker) {
+void Job::RunCrowd(const Action& action, Process* process) {
+  const Doing doing{Text(action), process, {action.actor, action.a}};
   std::vector<std::thread> threads;
   const MustStart must_start;
   for (int i = 0; i < action.b; ++i) {
@@ -259,11 +266,12 @@ void Job::RunCrowd(const Action& action, Worker* worker) {
       std::vector<Future<Message>> calls;
       const Deadline deadline = Deadline::After(kTimeout);
       for (int call = 0; call < action.c; ++call) {
-        calls.push_back(worker->CallAsync(NameOf(action.a), "until", {}, {.deadline = deadline}));
+        calls.push_back(
+            process->worker->CallAsync(NameOf(action.a), "until", {}, {.deadline = deadline}));
         calls.back().Cancel();
       }
       for (Future<Message>& call : calls) {
-        CheckEnd(Text(action), call.Take().status(), deadline, Action::kByCancel);
+        CheckEnd(doing, call.Take().status(), deadline, Action::kByCancel);
       }
     });
   }
@@ -271,19 +279,23 @@ void Job::RunCrowd(const Action& action, Worker* worker) {
 }
 
 // Waits for an answer that does not come for as long as it wants to, whatever the wall clock says.
-void Job::RunAwait(const Action& action, Worker* worker) {
-  const std::string what = Text(action);
+void Job::RunAwait(const Action& action, Process* process) {
+  const Doing doing{Text(action), process, {action.actor, action.a}};
+  const Deadline of_call = Deadline::After(kTimeout);
   Future<Message> reply =
-      worker->CallAsync(NameOf(action.a), "until", {}, {.deadline = Deadline::After(kTimeout)});
+      process->worker->CallAsync(NameOf(action.a), "until", {}, {.deadline = of_call});
   const Deadline deadline = Deadline::After(absl::Milliseconds(action.c));
   const bool done = reply.WaitUntil(deadline);
-  CheckEnd(what + ", waiting", absl::OkStatus(), deadline);
-  if (!done && !deadline.Passed()) Wrong(what + ": it has given up before its deadline");
+  CheckEnd(doing.Part("waiting"), absl::OkStatus(), deadline);
+  if (!done && !deadline.Passed()) Wrong(doing.what + ": it has given up before its deadline");
   reply.Cancel();
-  CheckEnd(what, reply.Take().status(), Deadline::Never(), Action::kByCancel);
+  CheckEnd(doing, reply.Take().status(), of_call, Action::kByCancel);
 }
 
-void Job::RunProgram(const Action& action, Worker* worker) {
+void Job::RunProgram(const Action& action, Process* process) {
+  Worker* const worker = process->worker.get();
+  Doing doing{Text(action), process, {}};
+  for (int i = 0; i < kWorkers; ++i) doing.workers.insert(i);
   auto owned = std::make_unique<std::pair<Steps, State>>();
   auto* const run = owned.get();
   run->first = RandomProgram(action.a, kAllFeatures);
@@ -300,10 +312,10 @@ void Job::RunProgram(const Action& action, Worker* worker) {
       absl::MutexLock lock(&mu_);
       run->second.newcomer = absl::StrCat("newcomer", ++newcomers_);
     }
-    auto process = NewProcess(kNewcomer, run->second.newcomer, /*joins=*/true);
-    CheckEnd(Text(action) + ", a newcomer", process.status(), Deadline::Never());
-    if (!process.ok()) return;
-    newcomer = *std::move(process);
+    auto joined = NewProcess(kNewcomer, run->second.newcomer, /*joins=*/true);
+    CheckEnd(doing.Part("a newcomer"), joined.status(), Deadline::Never());
+    if (!joined.ok()) return;
+    newcomer = *std::move(joined);
   }
   // For all of its calls and passes together.
   const Deadline deadline = Deadline::After(4 * kTimeout), end = Deadline::After(5 * kTimeout);
@@ -324,7 +336,7 @@ void Job::RunProgram(const Action& action, Worker* worker) {
     absl::MutexLock lock(&run->second.mu);
     status = run->second.status;
   }
-  CheckEnd(Text(action), status, end);
+  CheckEnd(doing, status, end, Terms{.anywhere = true});
   if (newcomer != nullptr) EndGuest(Text(action), newcomer.get());
   if (!status.ok()) return;
   const std::string difference = Difference(run->first, local, run->second);

@@ -17,12 +17,12 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "core/autograd/state.h"
 #include "core/base/check.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/worker/metrics.h"
+#include "tests/simulation/counting_clock.h"
 #include "tests/simulation/job_run.h"
 #include "tests/simulation/pipeline_model.h"
 #include "tests/simulation/scheduler.h"
@@ -33,7 +33,15 @@ namespace {
 
 // What ends by a deadline ends soon after it, however slow the threads are.
 constexpr absl::Duration kSlack = absl::Seconds(5);
+// At a standstill a worker has timers for its heartbeats, for the member that it watches, for the
+// earliest deadline that a call has had, to read what has become of members, and to take back that
+// it is lost. And the clock has a count of them.
+constexpr long kMostTimers = 5 + 1;
 constexpr absl::Duration kLongestHold = absl::Seconds(8);
+// From the end of a fault until nothing fails of it any more: it is noticed within the limit, by
+// one end after the other. Of a dead connection for large packets the answers are waited for twice
+// as long (docs/membership.md, "Heartbeats").
+constexpr int64_t kCalmLimits = 2, kCalmLimitsOfDead = 3;
 
 NetworkOptions NetworkOf(const Plan& plan) {
   NetworkOptions options;
@@ -143,9 +151,14 @@ absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::strin
                         .thread_count = static_cast<size_t>(plan_.threads),
                         .timeout = kTimeout,
                         .heartbeat_limit = kHeartbeatLimit};
+  {
+    absl::MutexLock lock(&mu_);
+    members_.insert(name);
+  }
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
   if (!worker.ok()) return worker.status();
   process->worker = *std::move(worker);
+  process->timers = TimersOfNewestClock();
   RegisterAll(process.get(), i);
   return process;
 }
@@ -175,10 +188,14 @@ void Job::KillWorker(int i, bool silently) {
   {
     absl::MutexLock lock(&mu_);
     process.swap(processes_[i]);
-    if (process != nullptr) ever_killed_.insert(i);
+    if (process != nullptr) {
+      ever_killed_.insert(i);
+      deaths_[i] = disturbances_.size();
+      disturbances_.push_back({Disturbance::kDeath, Deadline::Never(), i});
+    }
   }
   if (process == nullptr) return;
-  disturbed_ = killed_ = true;
+  killed_ = process->is_dead = true;
   if (silently) killed_silently_ = true;
   Note("kill", i);
   NoteDeath(*process);
@@ -195,100 +212,145 @@ void Job::ComeBack(const Action& action) {
     absl::MutexLock lock(&mu_);
     if (processes_[action.a] != nullptr || !coming_back_.insert(action.a).second) return;
   }
+  const Doing doing{absl::StrCat(Text(action), ", coming back"), nullptr, {action.a}};
   const absl::Status started = StartWorker(action.a, /*is_first=*/false);
   {
     absl::MutexLock lock(&mu_);
     coming_back_.erase(action.a);
+    if (started.ok())
+      disturbances_[deaths_[action.a]].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
   }
-  CheckEnd(absl::StrCat(Text(action), ", coming back"), started, Deadline::Never());
+  CheckEnd(doing, started, Deadline::Never());
 }
 
 // A worker that joins, calls the others, is called, and leaves.
 void Job::RunGuest(const Action& action) {
   const int i = plan_.workers + action.a;
-  const std::string what = Text(action);
+  const Doing joining{Text(action) + ", joining", nullptr, {i}};
   absl::StatusOr<std::shared_ptr<Process>> process = NewProcess(i, NameOf(i), /*joins=*/true);
-  CheckEnd(what + ", joining", process.status(), Deadline::Never());
+  CheckEnd(joining, process.status(), Deadline::Never());
   if (!process.ok()) return;
-  Worker* const worker = (*process)->worker.get();
   const int someone = action.b % plan_.workers;
-  RunCall({Action::kCall, i, someone, Action::kEcho}, worker);
-  RunPass({Action::kPass, i, action.b, Action::kByItself, 0}, worker);
+  RunCall({Action::kCall, i, someone, Action::kEcho}, process->get());
+  RunPass({Action::kPass, i, action.b, Action::kByItself, 0}, process->get());
   // It often leaves while a pass of somebody else goes through it.
   if (const std::shared_ptr<Process> visitor = ProcessAt(someone); visitor != nullptr) {
     Spawn([this, someone, action, visitor] {
-      RunPass({Action::kPass, someone, action.b, Action::kByItself, Action::kVisit},
-              visitor->worker.get());
+      RunPass({Action::kPass, someone, action.b, Action::kByItself, Action::kVisit}, visitor.get());
     });
   }
   absl::SleepFor(action.c % 2 == 0 ? absl::Milliseconds(action.c) : absl::Microseconds(action.c));
-  EndGuest(what, process->get());
+  EndGuest(Text(action), process->get());
 }
 
 void Job::EndGuest(const std::string& what, Process* guest) {
+  const Doing leaving = DoingOfAll(what + ", leaving", guest);
   const Deadline deadline = Deadline::After(2 * kTimeout);
   const absl::Status left = guest->worker->Leave(deadline);
-  // It waits for the calls and contexts of others, who may be kept waiting themselves.
-  if (!disturbed_ || !absl::IsDeadlineExceeded(left)) CheckEnd(what + ", leaving", left, deadline);
+  CheckEnd(leaving, left, deadline);
   if (left.ok()) return;
   // It stays a member, and the job does not end in good order.
-  disturbed_ = killed_ = true;
+  AddDisturbance({Disturbance::kDeath, Deadline::Never()});
+  killed_ = guest->is_dead = true;
   NoteDeath(*guest);
   network_->Kill(guest->host->address(), /*silently=*/false);
   guest->store->Kill();
 }
 
-void Job::CheckEnd(const std::string& what, const absl::Status& status, Deadline deadline,
-                   Terms terms) {
-  Note(absl::StrCat("ended: ", what, ": ", status.ToString()).c_str(),
+void Job::AddDisturbance(Disturbance disturbance) {
+  absl::MutexLock lock(&mu_);
+  disturbances_.push_back(disturbance);
+}
+
+bool Job::IsDisturbed(const Doing& doing, unsigned kinds) {
+  const auto is_of = [&doing](int worker) {
+    return worker == Disturbance::kAll || doing.workers.count(worker) > 0;
+  };
+  absl::MutexLock lock(&mu_);
+  return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
+    if ((each.kind & kinds) == 0 || each.until.at() < doing.since) return false;
+    if (each.a == Disturbance::kAll) return true;
+    return each.a != each.b && doing.workers.size() > 1 && is_of(each.a) && is_of(each.b);
+  });
+}
+
+bool Job::HasDisturbances() {
+  absl::MutexLock lock(&mu_);
+  return !disturbances_.empty();
+}
+
+Job::Doing Job::DoingOfAll(const std::string& what, const Process* process) const {
+  Doing doing{what, process, {}};
+  const int guests = has_newcomers_ ? std::max(plan_.guests, 1) : 0;
+  for (int i = 0; i < plan_.workers + guests; ++i) doing.workers.insert(i);
+  return doing;
+}
+
+void Job::CheckEnd(const Doing& doing, const absl::Status& status, Deadline deadline, Terms terms) {
+  Note(absl::StrCat("ended: ", doing.what, ": ", status.ToString()).c_str(),
        static_cast<uint64_t>(status.code()));
   if (!deadline.is_never()) {
     const auto late = absl::FromChrono(Deadline::Clock::now() - deadline.at());
     if (late > kSlack) {
-      Wrong(absl::StrCat(what, ": ended ", absl::FormatDuration(late), " after its deadline, with ",
-                         status.ToString()));
+      Wrong(absl::StrCat(doing.what, ": ended ", absl::FormatDuration(late),
+                         " after its deadline, with ", status.ToString()));
     }
   }
   if (status.ok()) return;
-  if (status.message().empty()) Wrong(absl::StrCat(what, ": an error that says nothing"));
+  const std::string why = Unexplained(doing, status, terms);
+  if (!why.empty()) Wrong(absl::StrCat(doing.what, ": ", why, ": ", status.ToString()));
+}
+
+std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Terms terms) {
+  using Code = absl::StatusCode;
   const absl::StatusCode code = status.code();
-  if (terms.ending == Action::kByDeadline && code == absl::StatusCode::kDeadlineExceeded) return;
+  const auto says = [&status](absl::string_view text) {
+    return absl::StrContains(status.message(), text);
+  };
+  if (status.message().empty()) return "an error that says nothing";
+  // A process that was killed says nothing; this is what its functions return here.
+  const bool is_dead = (doing.process != nullptr && doing.process->is_dead) ||
+                       (terms.anywhere && IsDisturbed(doing, Disturbance::kDeath));
+  if (is_dead && (says("this worker is shutting down") || says("this process is dead"))) return "";
+  if (terms.ending == Action::kByDeadline && code == Code::kDeadlineExceeded) return "";
   // A handler's own nested call hears of it as a cancel.
-  if (terms.ending != Action::kByItself && code == absl::StatusCode::kCancelled) return;
-  if (terms.ending == Action::kByRelease && code == absl::StatusCode::kFailedPrecondition) return;
-  if (refused_ && (code == absl::StatusCode::kResourceExhausted ||
-                   // The other end had no thread to ask the store with, and refused a connection.
-                   code == absl::StatusCode::kUnavailable)) {
-    return;
+  if (terms.ending != Action::kByItself && code == Code::kCancelled) return "";
+  if (terms.ending == Action::kByRelease && code == Code::kFailedPrecondition) return "";
+  if (code == Code::kResourceExhausted && says("thread") &&
+      IsDisturbed(doing, Disturbance::kThreads)) {
+    return "";
   }
-  // Whoever was refused by the maker of a context releases that, and tells the others who have it.
-  if (refused_ &&
-      (code == absl::StatusCode::kCancelled || code == absl::StatusCode::kFailedPrecondition) &&
-      absl::StrContains(status.message(), "released")) {
-    return;
+  const auto has_guests = [&] {
+    return std::any_of(doing.workers.begin(), doing.workers.end(),
+                       [this](int worker) { return IsGuest(worker); });
+  };
+  switch (code) {
+    case Code::kUnavailable:
+      if (!says("newcomer") && !says("the job's store") && !says("process group") &&
+          std::none_of(doing.workers.begin(), doing.workers.end(),
+                       [&](int worker) { return says(NameOf(worker)); })) {
+        return "it names nobody";
+      }
+      // Those may not be there yet, or not any more.
+      if (has_guests() && (says("guest") || says("newcomer"))) return "";
+      break;
+    case Code::kNotFound:
+      if (has_guests() && (says("guest") || says("newcomer"))) return "";
+      // A worker that has just come back, or has none of what it had before.
+      if ((says("no such function") || says("has no gradient")) &&
+          IsDisturbed(doing, Disturbance::kDeath)) {
+        return "";
+      }
+      return "nothing explains it";
+    case Code::kCancelled:
+    case Code::kFailedPrecondition:
+      // A call on its way, or a context that has failed elsewhere.
+      if (!says("cancelled by its caller") && !says("released")) return "it is not a fault's";
+      break;
+    default:
+      return "nothing explains it";
   }
-  // What waits for the store alone says when that does not answer.
-  if (disturbed_ && code == absl::StatusCode::kDeadlineExceeded && deadline.is_never()) return;
-  if (disturbed_ || terms.with_guests || terms.planned) {
-    switch (code) {
-      case absl::StatusCode::kUnavailable:
-      case absl::StatusCode::kNotFound:  // a function of a worker that is just there, or back
-        return;
-      default:
-        break;
-    }
-  }
-  if (disturbed_ || terms.planned) {
-    switch (code) {
-      case absl::StatusCode::kCancelled:
-      case absl::StatusCode::kAborted:
-      case absl::StatusCode::kFailedPrecondition:  // of a context that has failed
-        return;
-      default:
-        break;
-    }
-  }
-  Wrong(absl::StrCat(what, ": ", status.ToString()));
+  return terms.planned || IsDisturbed(doing) ? "" : "nothing explains it";
 }
 
 void Job::Act(const Action& action) {
@@ -296,30 +358,31 @@ void Job::Act(const Action& action) {
   if (action.kind == Action::kPause) return absl::SleepFor(absl::Milliseconds(action.a));
   const std::shared_ptr<Process> process = ProcessAt(action.actor);
   if (process == nullptr) return;
-  Worker* const worker = process->worker.get();
   switch (action.kind) {
     case Action::kProgram:
-      return RunProgram(action, worker);
+      return RunProgram(action, process.get());
     case Action::kCall:
-      return RunCall(action, worker);
+      return RunCall(action, process.get());
     case Action::kPass:
-      return RunPass(action, worker);
+      return RunPass(action, process.get());
     case Action::kBurst:
-      return RunBurst(action, worker);
+      return RunBurst(action, process.get());
     case Action::kCrowd:
-      return RunCrowd(action, worker);
+      return RunCrowd(action, process.get());
     case Action::kAwait:
-      return RunAwait(action, worker);
+      return RunAwait(action, process.get());
     case Action::kTrain:
       return RunTrain(action, process.get());
     case Action::kPipeline:
-      return RunPipeline(action, worker);
+      return RunPipeline(action, process.get());
     case Action::kLook:
-      return RunLook(action, worker);
+      return RunLook(action, process.get());
     case Action::kWatch:
       return RunWatch(process.get());
-    case Action::kUpdate:
-      return CheckEnd(Text(action), worker->UpdateMembers(), Deadline::Never());
+    case Action::kUpdate: {
+      const Doing doing{Text(action), process.get(), {action.actor}};
+      return CheckEnd(doing, process->worker->UpdateMembers(), Deadline::Never());
+    }
     default:
       return;
   }
@@ -337,38 +400,39 @@ void Job::ActWithAll(int i) {
     if (action.kind == Action::kAverages) {
       RunAverages(action, i, process.get());
     } else {
-      RunBarrier(action, i, process->worker.get());
+      RunBarrier(action, i, process.get());
     }
   }
 }
 
 void Job::Disturb(const Action& action) {
   Note(Text(action).c_str(), static_cast<uint64_t>(action.kind));
-  const auto later = [&] {
-    return SimulatedNetwork::Clock::now() + std::chrono::milliseconds(std::abs(action.c));
-  };
+  const auto lasts = absl::Milliseconds(std::abs(action.c));
+  const auto later = [&] { return Deadline::After(lasts).at(); };
+  const Deadline calm_of_dead = Deadline::After(kCalmLimitsOfDead * kHeartbeatLimit);
+  const Deadline calm = Deadline::After(lasts + kCalmLimits * kHeartbeatLimit);
   switch (action.kind) {
     case Action::kPause:
       return absl::SleepFor(absl::Milliseconds(action.a));
     case Action::kCut:
-      disturbed_ = true;
+      AddDisturbance({Disturbance::kNetwork, calm_of_dead, action.a, action.b});
       return network_->Cut(AddressOf(action.a), AddressOf(action.b), action.c != 0);
     case Action::kDeafen:
-      disturbed_ = true;
+      AddDisturbance({Disturbance::kNetwork, calm_of_dead, action.a, action.b});
       return network_->Deafen(AddressOf(action.a), AddressOf(action.b));
     case Action::kFailOpen:
-      disturbed_ = true;
+      AddDisturbance({Disturbance::kNetwork, calm, action.a});
       return network_->FailConnects(AddressOf(action.a), later(), action.b != 0);
     case Action::kChoke:
-      disturbed_ = true;
+      AddDisturbance({Disturbance::kNetwork, calm_of_dead, action.a, action.b});
       return network_->Choke(AddressOf(action.a), AddressOf(action.b));
     case Action::kHold:
-      disturbed_ = true;
+      AddDisturbance({Disturbance::kNetwork, calm, action.a, action.b});
       network_->Hold(AddressOf(action.a), AddressOf(action.b), later());
       if (action.c > 0) network_->Hold(AddressOf(action.b), AddressOf(action.a), later());
       return;
     case Action::kOutage: {
-      disturbed_ = true;
+      AddDisturbance({Disturbance::kStore, calm});
       absl::MutexLock lock(&weather_->mu);
       weather_->silent_until = later();
       return;
@@ -382,7 +446,7 @@ void Job::Disturb(const Action& action) {
     case Action::kClock:
       return MoveWallClock(int64_t{action.a} * 1000000);
     case Action::kRefuse:
-      refused_ = true;
+      AddDisturbance({Disturbance::kThreads, calm});
       return RefuseThreads(Now() + int64_t{action.c} * 1000000);
     default:
       return;
@@ -396,8 +460,9 @@ void Job::CheckNothingIsLeft() {
   do {
     left.clear();
     for (int i = 0; i < plan_.workers; ++i) {
-      const std::shared_ptr<Worker> worker = WorkerAt(i);
-      if (worker == nullptr) continue;
+      const std::shared_ptr<Process> process = ProcessAt(i);
+      if (process == nullptr) continue;
+      const std::shared_ptr<Worker>& worker = process->worker;
       for (const ContextState& context : worker->Contexts()) {
         absl::StrAppend(&left, worker->name(), " has a context with ", context.sends, " sends, ",
                         context.receives, " recvs and ", context.passes.size(), " passes; ");
@@ -409,12 +474,16 @@ void Job::CheckNothingIsLeft() {
                         calls.function, calls.served ? " from " : " to ", calls.peer, "; ");
       }
       for (const auto& [peer, bytes] : metrics.queued_bytes) {
-        // Who watches a member that is gone goes on asking for it.
+        // They have the credit of the send window. Who watches a member that is gone goes on asking
+        // for it.
         if (bytes == 0 || (peer < plan_.workers && WorkerAt(peer) == nullptr)) continue;
         absl::StrAppend(&left, worker->name(), " has ", bytes, " bytes to ", peer, "; ");
       }
       if (metrics.passes_in_flight != 0) {
         absl::StrAppend(&left, worker->name(), " has ", metrics.passes_in_flight, " passes; ");
+      }
+      if (process->timers.use_count() > kMostTimers) {
+        absl::StrAppend(&left, worker->name(), " has ", process->timers.use_count(), " timers; ");
       }
     }
     if (left.empty()) return;
@@ -444,25 +513,32 @@ void Job::CheckAllIsWell() {
 }
 
 // Which keys the store has at the end follows from which workers and groups there were, and not
-// from how often they did something: a barrier's keys go with the next one, say.
+// from how often they did something: a barrier's keys go with the next one, say. docs/membership.md
+// has the keys of a job.
 void Job::CheckStore() {
-  constexpr size_t kOfJob = 24, kOfWorker = 12, kOfGroup = 24, kOfRank = 8;
-  std::set<std::string> names, groups;
-  size_t of_groups = 0, of_job = 0;
-  absl::MutexLock lock(&weather_->mu);
-  for (const std::string& key : weather_->keys) {
-    const std::vector<std::string> parts = absl::StrSplit(key, '/');
-    if (parts[0] == "group") {
-      groups.insert(parts.at(1));
-      ++of_groups;
-    } else {
-      if (parts[0] == "name") names.insert(key);
-      ++of_job;
-    }
+  // Of the start and of joining; of the last two barriers; of the end.
+  constexpr size_t kOfJob = 8 + 4 + 6;
+  // Entry, incarnations, name, its claims, barriers, the two of the end, and that it is lost.
+  constexpr size_t kOfWorker = 8;
+  // Of each rank what it asks and answers as the ranks meet, its keys, and what it has for the
+  // others' security; of the group its count, its room, its security, and each rank's failure.
+  constexpr size_t kOfGroup = 3, kOfRank = 6;
+  std::set<int> groups;
+  for (const Action& action : plan_.actions) {
+    if (action.kind == Action::kAverages) groups.insert(action.a);
   }
-  const size_t workers = std::max<size_t>(names.size(), plan_.workers);
+  size_t workers;
+  {
+    absl::MutexLock lock(&mu_);
+    workers = members_.size();
+  }
+  absl::MutexLock lock(&weather_->mu);
+  const size_t of_groups =
+      std::count_if(weather_->keys.begin(), weather_->keys.end(),
+                    [](const std::string& key) { return absl::StartsWith(key, "group/"); });
+  const size_t of_job = weather_->keys.size() - of_groups;
   if (of_job <= kOfJob + kOfWorker * workers &&
-      of_groups <= groups.size() * (kOfGroup + kOfRank * plan_.workers)) {
+      of_groups <= groups.size() * (kOfGroup + kOfRank * std::min(plan_.workers, kMostRanks))) {
     return;
   }
   Wrong(absl::StrCat("the store has ", of_job, " keys of a job of ", workers, " workers, and ",
@@ -506,7 +582,7 @@ std::string Job::Run() {
   RefuseThreads(0);
   Note("acted", 0);
   // Those who took each other for lost find that they are not.
-  if (disturbed_) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
+  if (HasDisturbances()) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
   CheckNothingIsLeft();
   CheckHeard();
   CheckTrained();

@@ -17,6 +17,8 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/deadline.h"
@@ -37,6 +39,7 @@ namespace distgrad::simulation {
 // Longer than anything that is disturbed takes to be noticed.
 inline constexpr absl::Duration kTimeout = absl::Minutes(1);
 inline constexpr absl::Duration kHeartbeatLimit = absl::Seconds(4);
+inline constexpr int kMostRanks = 6;  // of a process group
 
 void Must(const absl::Status& status);
 at::Tensor Constant(double value);
@@ -55,8 +58,10 @@ struct Process {
   std::shared_ptr<SimulatedStore> store;
   std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_
   bool is_first = false;         // it has been there from the start
-  Tensors weights;               // that are trained, also by a handler that the worker's end finds
+  std::atomic<bool> is_dead{false};
+  Tensors weights;  // that are trained, also by a handler that the worker's end finds
   std::shared_ptr<Worker> worker;
+  std::weak_ptr<const void> timers;  // counts those of the worker's clock, and the clock
   std::unique_ptr<Optimizer> optimizer;
   std::vector<std::unique_ptr<PipelineStages>> stages;
 };
@@ -76,6 +81,32 @@ class Job {
   };
   // One rank of a group: averages.cc.
   class Rank;
+
+  // An action, or a part of one, and which faults may explain that it fails: those that have met
+  // two of its workers since it began.
+  struct Doing {
+    std::string what;
+    const Process* process;  // whose it is
+    std::set<int> workers;   // that take part
+    Deadline::Clock::time_point since = Deadline::Clock::now();
+
+    Doing Part(absl::string_view part) const {
+      return {absl::StrCat(what, ", ", part), process, workers, since};
+    }
+    Doing With(std::set<int> others) const {
+      others.insert(workers.begin(), workers.end());
+      return {what, process, std::move(others), since};
+    }
+  };
+
+  // What a fault makes fail: between two workers, between one and all others, or everywhere.
+  struct Disturbance {
+    enum Kind : unsigned { kNetwork = 1, kStore = 2, kThreads = 4, kDeath = 8, kAny = 15 };
+    static constexpr int kAll = -1;
+    Kind kind;
+    Deadline until;  // then it is over, and so is what it has led to
+    int a = kAll, b = kAll;
+  };
 
   void Wrong(const std::string& what);
   std::string wrong();
@@ -111,44 +142,54 @@ class Job {
 
   // calls.cc
   void RegisterCalls(Worker* worker, int i);
-  void RunProgram(const Action& action, Worker* worker);
-  void RunCall(const Action& action, Worker* worker);
-  void RunPass(const Action& action, Worker* worker);
-  void RunBurst(const Action& action, Worker* worker);
-  void RunLook(const Action& action, Worker* worker);
-  void RunCrowd(const Action& action, Worker* worker);
-  void RunAwait(const Action& action, Worker* worker);
+  void RunProgram(const Action& action, Process* process);
+  void RunCall(const Action& action, Process* process);
+  void RunPass(const Action& action, Process* process);
+  void RunBurst(const Action& action, Process* process);
+  void RunLook(const Action& action, Process* process);
+  void RunCrowd(const Action& action, Process* process);
+  void RunAwait(const Action& action, Process* process);
 
   // training.cc
   void RegisterTraining(Process* process);
   void RunTrain(const Action& action, Process* process);
   void CheckTrained();
   void RegisterPipelines(Process* process, int i);
-  void RunPipeline(const Action& action, Worker* worker);
+  void RunPipeline(const Action& action, Process* process);
   void RunRivals(const Action& action);
   void CheckStagesAreFree();
   // `context`: null where it has no gradients.
-  void CheckPipeline(const Action& action, Worker* worker, const Context* context,
+  void CheckPipeline(const Action& action, const Doing& doing, const Context* context,
                      const absl::StatusOr<PipelineResult>& result, Deadline deadline);
 
   // averages.cc
+  // Whether one of the ranks of a group has ever been killed.
+  bool LacksOne(int size);
   void RegisterAverages(Worker* worker, int i);
   void RunAverages(const Action& action, int i, Process* process);
-  void RunBarrier(const Action& action, int i, Worker* worker);
+  void RunBarrier(const Action& action, int i, Process* process);
+
+  // What all workers take part in, and whoever joins.
+  Doing DoingOfAll(const std::string& what, const Process* process) const;
+  void AddDisturbance(Disturbance disturbance);
+  // Whether one of such a kind has met what is done.
+  bool IsDisturbed(const Doing& doing, unsigned kinds = Disturbance::kAny);
+  bool HasDisturbances();
 
   // The ways in which something may end, besides by a fault.
   struct Terms {
     int ending = Action::kByItself;
-    bool with_guests = false;  // which may not be there yet, or not any more
-    bool planned = false;      // another worker gives up
+    bool planned = false;   // another worker gives up
+    bool anywhere = false;  // it is noted where it fails, also on a worker that was killed
   };
   // Checks how something ended that was to be over by then.
-  void CheckEnd(const std::string& what, const absl::Status& status, Deadline deadline,
-                Terms terms);
-  void CheckEnd(const std::string& what, const absl::Status& status, Deadline deadline,
+  void CheckEnd(const Doing& doing, const absl::Status& status, Deadline deadline, Terms terms);
+  void CheckEnd(const Doing& doing, const absl::Status& status, Deadline deadline,
                 int ending = Action::kByItself) {
-    CheckEnd(what, status, deadline, Terms{ending});
+    CheckEnd(doing, status, deadline, Terms{ending});
   }
+  // Returns why a fault, a guest or a plan does not explain this error; "" if one does.
+  std::string Unexplained(const Doing& doing, const absl::Status& status, Terms terms);
   void CheckNothingIsLeft();
   void CheckStore();
   // Checks that live workers reach each other again.
@@ -161,9 +202,8 @@ class Job {
   GroupNetwork groups_;
   std::vector<Tensors> parameters_;                          // by worker
   std::map<int, std::unique_ptr<PipelineModel>> pipelines_;  // by Action::a
-  // Whether something may fail that must not otherwise; a worker was killed or came back, or was
-  // killed in silence; threads were refused; a worker joins meanwhile.
-  std::atomic<bool> disturbed_{false}, killed_{false}, killed_silently_{false}, refused_{false};
+  // Whether a worker was killed, or was killed in silence.
+  std::atomic<bool> killed_{false}, killed_silently_{false};
   bool has_newcomers_ = false;
 
   absl::Mutex mu_;
@@ -173,6 +213,9 @@ class Job {
   std::map<std::pair<WorkerRank, Incarnation>, Deadline::Clock::time_point> died_
       ABSL_GUARDED_BY(mu_);
   std::string wrong_ ABSL_GUARDED_BY(mu_);
+  std::vector<Disturbance> disturbances_ ABSL_GUARDED_BY(mu_);
+  std::map<int, size_t> deaths_ ABSL_GUARDED_BY(mu_);   // which of those is each worker's last one
+  std::set<std::string> members_ ABSL_GUARDED_BY(mu_);  // all that have ever joined, or tried to
   // The runs of programs, to the end: a call may outlive its deadline.
   std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);
   std::vector<std::thread> spawned_ ABSL_GUARDED_BY(mu_);

@@ -81,6 +81,8 @@ void Job::RunTrain(const Action& action, Process* process) {
     path.push_back(static_cast<char>(weight));
     counts[{at, weight}] += passes;
   }
+  Doing doing{what, process, {action.actor}};
+  for (const auto& [at, count] : counts) doing.workers.insert(at.first);
   // Whatever fails before the step begins is no step.
   const auto note = [&](Training::Taken taken) {
     absl::MutexLock lock(&mu_);
@@ -93,20 +95,20 @@ void Job::RunTrain(const Action& action, Process* process) {
   Deadline deadline = Deadline::After(kTimeout);
   const absl::StatusOr<Message> y = worker->Call(NameOf(path[0]), "weigh", {path, {x, scale}},
                                                  {.context = &context, .deadline = deadline});
-  CheckEnd(what + ", its call", y.status(), deadline);
+  CheckEnd(doing.Part("its call"), y.status(), deadline);
   if (!y.ok()) return;
   for (int pass = 1; pass <= passes; ++pass) {
     deadline = Deadline::After(kTimeout);
     const absl::Status done = context.Backward(
         {y->tensors.at(0).sum()}, {.retain_graph = pass < passes, .deadline = deadline});
-    CheckEnd(what + ", its pass", done, deadline);
+    CheckEnd(doing.Part("its pass"), done, deadline);
     if (!done.ok()) return;
   }
+  doing = doing.With(DoingOfAll(what, process).workers);
   if ((action.c & Action::kClips) != 0) {
     deadline = Deadline::After(2 * kTimeout);
     const absl::StatusOr<double> norm = process->optimizer->ClipGradients(context, 1e30);
-    CheckEnd(what + ", its norm", norm.status(), deadline,
-             Terms{Action::kByItself, has_newcomers_});
+    CheckEnd(doing.Part("its norm"), norm.status(), deadline);
     if (!norm.ok()) return;
     double squares = 0;
     for (const auto& [at, count] : counts) {
@@ -119,7 +121,7 @@ void Job::RunTrain(const Action& action, Process* process) {
   note(Training::kPerhaps);
   deadline = Deadline::After(kTimeout);
   const absl::Status stepped = process->optimizer->Step(context);
-  CheckEnd(what + ", its step", stepped, deadline, Terms{Action::kByItself, has_newcomers_});
+  CheckEnd(doing.Part("its step"), stepped, deadline);
   if (stepped.ok()) note(Training::kEverywhere);
 }
 
@@ -265,15 +267,18 @@ std::unique_ptr<Pipeline> NewPipeline(Worker* worker, const PipelineModel& model
 
 }  // namespace
 
-void Job::RunPipeline(const Action& action, Worker* worker) {
+void Job::RunPipeline(const Action& action, Process* process) {
+  Worker* const worker = process->worker.get();
   const std::string what = Text(action);
   PipelineModel& model = *pipelines_.at(action.a);
   model.has_run = true;
   if (model.has_rivals) return RunRivals(action);
+  Doing doing{what, process, {action.actor}};
+  doing.workers.insert(model.worker_of_rank.begin(), model.worker_of_rank.end());
   const auto pipeline = NewPipeline(worker, model, model.schedule);
   if ((action.c & Action::kEvaluates) != 0) {
     const Deadline deadline = NewDeadline(action);
-    CheckPipeline(action, worker, nullptr,
+    CheckPipeline(action, doing, nullptr,
                   pipeline->Evaluate({model.input}, {model.target}, deadline), deadline);
     return;
   }
@@ -290,7 +295,7 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
     if (!step.ok()) {
       // One that has failed already; which is checked below.
       if (i == 0 || !absl::IsFailedPrecondition(step.status())) {
-        CheckPipeline(action, worker, nullptr, step.status(), next.deadline);
+        CheckPipeline(action, doing, nullptr, step.status(), next.deadline);
       }
       break;
     }
@@ -304,7 +309,7 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
     const absl::StatusOr<PipelineResult> result = each.step.Wait();
     if (failed && result.ok()) Wrong(absl::StrCat(what, ": OK behind a step that has failed"));
     failed = failed || !result.ok();
-    CheckPipeline(action, worker, &each.context, result, deadline);
+    CheckPipeline(action, doing, &each.context, result, deadline);
   }
   for (size_t i = 1; i < started.size() && model.in_flight > 1; ++i) {
     absl::MutexLock lock(&model.mu);
@@ -316,7 +321,7 @@ void Job::RunPipeline(const Action& action, Worker* worker) {
     }
   }
   if (!failed && !started.empty() && started.size() < static_cast<size_t>(model.in_flight) &&
-      !disturbed_ && !refused_ && action.b != Action::kByDeadline && !model.fails) {
+      !IsDisturbed(doing) && action.b != Action::kByDeadline && !model.fails) {
     Wrong(absl::StrCat(what, ": not started, though none before it has failed"));
   }
 }
@@ -327,11 +332,15 @@ void Job::RunRivals(const Action& action) {
   const std::string what = Text(action);
   const PipelineModel& model = *pipelines_.at(action.a);
   std::atomic<int> refused{0};
+  Doing doing{what, nullptr, {}};
+  doing.workers.insert(model.worker_of_rank.begin(), model.worker_of_rank.end());
+  const auto driver = [&](int i) { return (action.actor + i) % plan_.workers; };
+  for (int i = 0; i < kDrivers; ++i) doing.workers.insert(driver(i));
   std::vector<std::thread> threads;
   const MustStart must_start;
   for (int i = 0; i < kDrivers; ++i) {
     threads.emplace_back([&, i] {
-      const std::shared_ptr<Process> process = ProcessAt((action.actor + i) % plan_.workers);
+      const std::shared_ptr<Process> process = ProcessAt(driver(i));
       if (process == nullptr) return;
       Worker* const worker = process->worker.get();
       const bool by_stages = model.divides_otherwise && i % 2 == 1;
@@ -344,13 +353,15 @@ void Job::RunRivals(const Action& action) {
       if (absl::IsFailedPrecondition(result.status()) &&
           absl::StrContains(result.status().message(), "a stage runs one step at a time")) {
         ++refused;
-        return CheckEnd(what + ", refused", absl::OkStatus(), deadline);
+        return CheckEnd(doing.Part("refused"), absl::OkStatus(), deadline);
       }
-      CheckPipeline(action, worker, &context, result, deadline);
+      Doing mine = doing;
+      mine.process = process.get();
+      CheckPipeline(action, mine, &context, result, deadline);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  if (refused == kDrivers && !model.divides_otherwise && !disturbed_ && !refused_ &&
+  if (refused == kDrivers && !model.divides_otherwise && !IsDisturbed(doing) &&
       action.b != Action::kByDeadline) {
     Wrong(what + ": each driver was refused, and none had a step");
   }
@@ -381,7 +392,7 @@ void Job::CheckStagesAreFree() {
   }
 }
 
-void Job::CheckPipeline(const Action& action, Worker* worker, const Context* context,
+void Job::CheckPipeline(const Action& action, const Doing& doing, const Context* context,
                         const absl::StatusOr<PipelineResult>& result, Deadline deadline) {
   const std::string what = Text(action);
   const PipelineModel& model = *pipelines_.at(action.a);
@@ -389,7 +400,7 @@ void Job::CheckPipeline(const Action& action, Worker* worker, const Context* con
     if (result.ok()) return Wrong(absl::StrCat(what, ": OK, though it throws"));
     if (absl::StrContains(result.status().message(), "on fire")) return;
   }
-  CheckEnd(what, result.status(), deadline, action.b);
+  CheckEnd(doing, result.status(), deadline, action.b);
   if (!result.ok()) return;
   Tensors at = {model.input};
   for (int stage = 0; stage < model.schedule.stages(); ++stage) at = model.Compute(stage, at);
@@ -400,10 +411,10 @@ void Job::CheckPipeline(const Action& action, Worker* worker, const Context* con
   for (int stage = 0; stage < model.schedule.stages(); ++stage) {
     const int of = model.worker_of_rank[model.schedule.rank_of_stage[stage]];
     const Deadline until = Deadline::After(kTimeout);
-    const absl::StatusOr<Message> got =
-        worker->Call(WorkerName(of), "stage gradient", {absl::StrCat(action.a, " ", stage), {}},
-                     {.context = context, .deadline = until});
-    CheckEnd(what + ", asking for a gradient", got.status(), until);
+    const absl::StatusOr<Message> got = doing.process->worker->Call(
+        WorkerName(of), "stage gradient", {absl::StrCat(action.a, " ", stage), {}},
+        {.context = context, .deadline = until});
+    CheckEnd(doing.Part("asking for a gradient"), got.status(), until);
     if (got.ok() && !at::allclose(got->tensors.at(0), want[stage])) {
       Wrong(absl::StrCat(what, ": the gradient of stage ", stage, " is not that of one process"));
     }
