@@ -482,14 +482,21 @@ void Job::CheckNothingIsLeft() {
       if (metrics.passes_in_flight != 0) {
         absl::StrAppend(&left, worker->name(), " has ", metrics.passes_in_flight, " passes; ");
       }
-      if (process->timers.use_count() > kMostTimers) {
-        absl::StrAppend(&left, worker->name(), " has ", process->timers.use_count(), " timers; ");
-      }
     }
-    if (left.empty()) return;
+    if (left.empty()) return CheckTimers();
     absl::SleepFor(absl::Milliseconds(250));
   } while (!end.Passed());
   Wrong(absl::StrCat("left over: ", left, network_->Text()));
+}
+
+// At once, for a deadline that was forgotten passes in the end.
+void Job::CheckTimers() {
+  for (int i = 0; i < plan_.workers; ++i) {
+    const std::shared_ptr<Process> process = ProcessAt(i);
+    if (process == nullptr || process->timers.use_count() <= kMostTimers) continue;
+    Wrong(absl::StrCat(NameOf(i), " has ", process->timers.use_count() - 1,
+                       " timers, and nothing that it waits for"));
+  }
 }
 
 void Job::CheckAllIsWell() {

@@ -191,6 +191,7 @@ class Job {
   // Returns why a fault, a guest or a plan does not explain this error; "" if one does.
   std::string Unexplained(const Doing& doing, const absl::Status& status, Terms terms);
   void CheckNothingIsLeft();
+  void CheckTimers();
   void CheckStore();
   // Checks that live workers reach each other again.
   void CheckAllIsWell();
