@@ -11,6 +11,8 @@
 #include <cerrno>
 #include <cstring>
 #include <map>
+#include <new>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "core/base/descriptors.h"
+#include "core/base/random.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
 #include "core/membership/backoff.h"
@@ -29,10 +32,10 @@
 namespace distgrad {
 namespace {
 
-// The file: this, where its log is, and somewhere behind that the log. It has entries, each a key
-// and a value with their lengths (32 bits); of one key the last counts. An entry of the empty key
-// says of the key that is its value that it is deleted. The log's end is written after the entry,
-// so one that was not finished is behind it and does not count.
+// The file: this, a header that says where its log is, and somewhere behind that the log. It has
+// entries, each a key and a value with their lengths (32 bits); of one key the last counts. An
+// entry of the empty key says of the key that is its value that it is deleted. The log's end is
+// written after the entry, so one that was not finished is behind it and does not count.
 constexpr absl::string_view kMagic = "dgstore3";
 
 // Where the log is. When most of it does not count any more, what does is copied to a part of the
@@ -40,6 +43,7 @@ constexpr absl::string_view kMagic = "dgstore3";
 // log reads the new one from its beginning. It is within a page, so no process is killed halfway in
 // writing it; one that is killed before has changed nothing.
 struct Header {
+  uint64_t id = 0;  // of the file, at random: another one at the same path is another store
   uint64_t generation = 0;
   uint64_t begin = 0;
   uint64_t end = 0;
@@ -50,12 +54,16 @@ absl::string_view BytesOf(const Header& header) {
   return {reinterpret_cast<const char*>(&header), sizeof(header)};
 }
 
-// A log that is shorter is not copied.
+// A log that is shorter is not copied; nor is one whose copy has failed before it is longer by so
+// much.
 constexpr uint64_t kMinCopied = 1 << 20;
 // No file is longer. Where all that counts takes n bytes a log is up to 2n long, and one entry
 // more; and it is copied to behind itself only where it begins before n. So that copy begins before
 // 3n, and ends, when others have added to it, before 5n.
 constexpr uint64_t kMaxFile = 6 * kMaxFileStoreBytes;
+// So much is read at once: an entry, at least.
+constexpr uint64_t kReadBytes = 2 * kMaxStoreValue;
+static_assert(kReadBytes > 2 * sizeof(uint32_t) + kMaxStoreKey + kMaxStoreValue);
 
 void AppendEntry(absl::string_view key, absl::string_view value, std::string* out) {
   WireWriter writer(out);
@@ -72,7 +80,9 @@ class File {
   File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   File& operator=(File&&) = delete;
   ~File() {
-    if (fd_ >= 0) close(fd_);  // and with it goes the lock
+    if (fd_ < 0) return;
+    flock(fd_, LOCK_UN);  // a child that was forked meanwhile may have the descriptor, too
+    close(fd_);
   }
 
   int fd() const { return fd_; }
@@ -107,6 +117,15 @@ class File {
     return absl::OkStatus();
   }
 
+  // Waits until what was written before is where a machine that stops does not lose it.
+  absl::Status Flush() {
+    return fdatasync(fd_) == 0 ? absl::OkStatus() : absl::ErrnoToStatus(errno, "fdatasync");
+  }
+  // Gives back what is behind; where the system does not, it stays until the next time.
+  void CutAt(uint64_t end) {
+    [[maybe_unused]] const int n = ftruncate(fd_, static_cast<off_t>(end));
+  }
+
  private:
   template <typename Char>
   static void Advance(ssize_t n, uint64_t* offset, Char** data, size_t* size) {
@@ -118,16 +137,21 @@ class File {
   int fd_;
 };
 
+// Returns nothing where the file is no store.
+absl::StatusOr<std::optional<Header>> ReadHeader(File& file) {
+  char bytes[kHeaderBytes];
+  DG_RETURN_IF_ERROR(file.Read(0, bytes, sizeof(bytes)));
+  if (absl::string_view(bytes, kMagic.size()) != kMagic) return std::nullopt;
+  Header header;
+  std::memcpy(&header, bytes + kMagic.size(), sizeof(header));
+  return header;
+}
+
 // Thread-safe.
 class FileStore final : public Store {
  public:
-  FileStore(std::string path, absl::Duration patience, uint64_t max_bytes, dev_t device,
-            ino_t inode)
-      : path_(std::move(path)),
-        patience_(patience),
-        max_bytes_(max_bytes),
-        device_(device),
-        inode_(inode) {}
+  FileStore(std::string path, absl::Duration patience, uint64_t max_bytes, uint64_t id)
+      : path_(std::move(path)), patience_(patience), max_bytes_(max_bytes), id_(id) {}
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     DG_RETURN_IF_ERROR(CheckEntry(key, value));
@@ -196,47 +220,46 @@ class FileStore final : public Store {
       // That is this process's own trouble, and passes.
       return absl::IsResourceExhausted(why) ? why : absl::UnavailableError(std::strerror(errno));
     }
-    struct stat info = {};
-    if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
-    if (info.st_dev != device_ || info.st_ino != inode_) {
-      return absl::UnavailableError("it was replaced by another");
-    }
     DG_RETURN_IF_ERROR(
         file.Lock(for_writing, std::min(Deadline::After(patience_),
                                         std::max(deadline, Deadline::After(absl::Seconds(1))))));
     return file;
   }
 
-  // Reads what was added since the last time, or a new log. Should memory fail, the next call reads
-  // it once more: what an entry does may be done twice.
+  // Reads what was added since the last time, or a new log.
   absl::Status CatchUp(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    Header now;
-    DG_RETURN_IF_ERROR(file.Read(kMagic.size(), reinterpret_cast<char*>(&now), sizeof(now)));
+    DG_ASSIGN_OR_RETURN(const std::optional<Header> now, ReadHeader(file));
+    if (!now.has_value() || now->id != id_) {
+      return absl::UnavailableError("it was replaced by another");
+    }
     struct stat info = {};
     if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
-    if (now.generation != log_.generation) {
+    if (now->generation != log_.generation) {
       values_.clear();
       live_bytes_ = 0;
-      log_ = {now.generation, now.begin, now.begin};
+      log_ = {id_, now->generation, now->begin, now->begin};
     }
     const absl::Status damaged = absl::UnavailableError("it is damaged");
-    if (now.begin != log_.begin || now.begin < kHeaderBytes || now.end < log_.end ||
-        now.end > static_cast<uint64_t>(info.st_size) || now.end > kMaxFile) {
+    if (now->begin != log_.begin || now->begin < kHeaderBytes || now->end < log_.end ||
+        now->end > static_cast<uint64_t>(info.st_size) || now->end > kMaxFile) {
       return damaged;
     }
-    std::string bytes(now.end - log_.end, '\0');
-    DG_RETURN_IF_ERROR(file.Read(log_.end, bytes.data(), bytes.size()));
-    WireReader reader(bytes);
-    while (reader.ok() && reader.remaining() > 0) {
-      const absl::string_view key = reader.Bytes();
-      const absl::string_view value = reader.Bytes();
-      const bool is_deletion = key.empty();
-      if (!reader.ok() || !(is_deletion ? CheckEntry(value, "") : CheckEntry(key, value)).ok()) {
-        return damaged;
+    std::string bytes;
+    while (log_.end < now->end) {
+      bytes.resize(std::min(now->end - log_.end, kReadBytes));
+      DG_RETURN_IF_ERROR(file.Read(log_.end, bytes.data(), bytes.size()));
+      const uint64_t begin = log_.end;
+      for (WireReader reader(bytes); reader.remaining() > 0;) {
+        const absl::string_view key = reader.Bytes();
+        const absl::string_view value = reader.Bytes();
+        if (!reader.ok()) break;  // the rest of it is in the next piece
+        const bool is_deletion = key.empty();
+        if (!(is_deletion ? CheckEntry(value, "") : CheckEntry(key, value)).ok()) return damaged;
+        Apply(std::string(key), std::string(value));
+        log_.end += EntryBytes(key, value);
       }
-      Apply(std::string(key), std::string(value));
+      if (log_.end == begin || live_bytes_ > kMaxFileStoreBytes) return damaged;
     }
-    log_.end = now.end;
     return absl::OkStatus();
   }
 
@@ -247,30 +270,53 @@ class FileStore final : public Store {
       return absl::ResourceExhaustedError(
           absl::StrCat("it is full: its entries may take ", max_bytes_, " bytes"));
     }
-    if (log_.end - log_.begin > std::max(kMinCopied, 2 * live_bytes_)) {
-      DG_RETURN_IF_ERROR(Compact(file));
+    if (log_.end - log_.begin > std::max(kMinCopied, 2 * live_bytes_) && log_.end >= copied_from_) {
+      Compact(file);
     }
     std::string entry;
     AppendEntry(key, value, &entry);
+    if (log_.end + entry.size() > kMaxFile) {
+      return absl::ResourceExhaustedError("it is full, and what counts of it cannot be copied");
+    }
     DG_RETURN_IF_ERROR(file.Write(log_.end, entry));
-    const Header longer = {log_.generation, log_.begin, log_.end + entry.size()};
+    const Header longer = {id_, log_.generation, log_.begin, log_.end + entry.size()};
     DG_RETURN_IF_ERROR(file.Write(kMagic.size(), BytesOf(longer)));
     Apply(key, value);
     log_ = longer;  // after Apply(): what that has no memory for is read by the next call
     return absl::OkStatus();
   }
 
-  // Copies what counts to before the log, if there is room, and else to behind it.
-  absl::Status Compact(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+  // Drops what does not count, if there is room and memory for a copy of the rest; tried again
+  // later, where there is none.
+  void Compact(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const uint64_t end = log_.end;
+    bool is_copied = false;
+    try {
+      is_copied = Copy(file).ok();
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as where there is no room
+    }
+    copied_from_ = is_copied ? 0 : end + kMinCopied;
+  }
+
+  // Copies what counts to before the log, if there is room, and else to behind it. Then what is
+  // behind both is given back.
+  absl::Status Copy(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     std::string entries;
     entries.reserve(live_bytes_);
     for (const auto& [key, value] : values_) AppendEntry(key, value, &entries);
     const bool fits = kHeaderBytes + entries.size() <= log_.begin;
     const uint64_t begin = fits ? kHeaderBytes : log_.end;
-    DG_RETURN_IF_ERROR(file.Write(begin, entries));
-    const Header copy = {log_.generation + 1, begin, begin + entries.size()};
+    absl::Status written = file.Write(begin, entries);
+    // Else a machine that stops could have the header of a copy that is not there.
+    if (written.ok()) written = file.Flush();
+    if (!written.ok()) {
+      file.CutAt(log_.end);
+      return written;
+    }
+    const Header copy = {id_, log_.generation + 1, begin, begin + entries.size()};
     DG_RETURN_IF_ERROR(file.Write(kMagic.size(), BytesOf(copy)));
     log_ = copy;
+    file.CutAt(copy.end);
     return absl::OkStatus();
   }
 
@@ -296,30 +342,32 @@ class FileStore final : public Store {
   const std::string path_;
   const absl::Duration patience_;
   const uint64_t max_bytes_;
-  const dev_t device_;
-  const ino_t inode_;
+  const uint64_t id_;  // Header::id
 
   absl::Mutex mu_;
   Header log_ ABSL_GUARDED_BY(mu_);  // as far as it was read; of generation 0 there is none
   std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
-  uint64_t live_bytes_ ABSL_GUARDED_BY(mu_) = 0;  // of these, as entries
+  uint64_t live_bytes_ ABSL_GUARDED_BY(mu_) = 0;   // of these, as entries
+  uint64_t copied_from_ ABSL_GUARDED_BY(mu_) = 0;  // no log that ends before this is copied
 };
 
-// Writes the header of a file that is empty; checks that of another.
-absl::Status Begin(File& file, absl::Duration patience) {
+// Writes the header of a file that is empty; checks that of another. Returns its id.
+absl::StatusOr<uint64_t> Begin(File& file, absl::Duration patience) {
   DG_RETURN_IF_ERROR(file.Lock(/*for_writing=*/true, Deadline::After(patience)));
   struct stat info = {};
   if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
   if (info.st_size == 0) {
-    const Header empty = {1, kHeaderBytes, kHeaderBytes};
-    return file.Write(0, absl::StrCat(kMagic, BytesOf(empty)));
+    const Header empty = {RandomNumber(), 1, kHeaderBytes, kHeaderBytes};
+    DG_RETURN_IF_ERROR(file.Write(0, absl::StrCat(kMagic, BytesOf(empty))));
+    return empty.id;
   }
-  char magic[kMagic.size()];
+  std::optional<Header> header;
   if (static_cast<uint64_t>(info.st_size) >= kHeaderBytes) {
-    DG_RETURN_IF_ERROR(file.Read(0, magic, sizeof(magic)));
-    if (absl::string_view(magic, sizeof(magic)) == kMagic) return absl::OkStatus();
+    DG_ASSIGN_OR_RETURN(header, ReadHeader(file));
   }
-  return absl::InvalidArgumentError("it holds something else than a store");
+  if (header.has_value()) return header->id;
+  return absl::InvalidArgumentError(
+      "it holds something else than a store, or one of another version of distgrad");
 }
 
 }  // namespace
@@ -331,11 +379,9 @@ absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path,
     return absl::InvalidArgumentError(
         absl::StrCat("cannot open the store's file \"", path, "\": ", std::strerror(errno)));
   }
-  DG_RETURN_IF_ERROR(
-      Annotate(Begin(file, patience), absl::StrCat("the store's file \"", path, "\"")));
-  struct stat info = {};
-  if (fstat(file.fd(), &info) != 0) return absl::ErrnoToStatus(errno, "stat");
-  return std::make_unique<FileStore>(path, patience, max_bytes, info.st_dev, info.st_ino);
+  const absl::StatusOr<uint64_t> id = Begin(file, patience);
+  if (!id.ok()) return Annotate(id.status(), absl::StrCat("the store's file \"", path, "\""));
+  return std::make_unique<FileStore>(path, patience, max_bytes, *id);
 }
 
 }  // namespace distgrad

@@ -23,8 +23,9 @@ inline constexpr uint64_t kMaxFileStoreBytes = 256 << 20;
 //
 // Calls fail with kUnavailable once the file is deleted or replaced, or damaged; with
 // kDeadlineExceeded if a process keeps it locked for `patience`; and with kResourceExhausted while
-// this process has no file descriptor left to open it with, or where its keys and values would take
-// more than `max_bytes`, up to kMaxFileStoreBytes, with 8 bytes for each.
+// this process has no file descriptor left to open it with, where the disk is full, or where its
+// keys and values would take more than `max_bytes`, up to kMaxFileStoreBytes, with 8 bytes for
+// each.
 absl::StatusOr<std::unique_ptr<Store>> NewFileStore(const std::string& path,
                                                     absl::Duration patience = absl::Seconds(10),
                                                     uint64_t max_bytes = kMaxFileStoreBytes);

@@ -661,6 +661,60 @@ TEST(FileStoreTest, AWriteThatEndsHalfwayChangesNothing) {
   }
 }
 
+// What is to be dropped may stay; and a copy that ended halfway takes no room from others.
+TEST(FileStoreTest, WhereThereIsNoRoomForACopyItGoesOnWithoutOne) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path).value();
+  const std::string value(9000, 'x');
+  for (int i = 0; std::filesystem::file_size(path) < (1 << 20) + 100; ++i) {
+    ASSERT_EQ(store->Set(absl::StrCat("key", i % 10), value, Later()), absl::OkStatus());
+  }
+  const uint64_t size = std::filesystem::file_size(path);
+  {
+    const ShortFiles short_files(size + 1000);
+    EXPECT_EQ(store->Set("key", "value", Later()), absl::OkStatus());
+    EXPECT_EQ(store->Delete("key1", Later()), absl::OkStatus());
+    EXPECT_LT(std::filesystem::file_size(path), size + 100);
+  }
+  const auto other = NewFileStore(path).value();
+  EXPECT_EQ(other->Get("key", Later()).value(), "value");
+  EXPECT_TRUE(absl::IsNotFound(other->Get("key1", absl::InfinitePast()).status()));
+  EXPECT_EQ(other->Get("key2", Later()).value(), value);
+}
+
+TEST(FileStoreTest, TheFileIsShortAgainWhenMostIsDeleted) {
+  const std::string path = NewPath();
+  const auto store = NewFileStore(path).value();
+  const std::string value(100000, 'x');
+  for (int i = 0; i < 40; ++i) {
+    ASSERT_EQ(store->Set(absl::StrCat("key", i), value, Later()), absl::OkStatus());
+  }
+  for (int i = 1; i < 40; ++i) {
+    ASSERT_EQ(store->Delete(absl::StrCat("key", i), Later()), absl::OkStatus());
+  }
+  for (int i = 0; i < 30; ++i) {  // 3 MB
+    ASSERT_EQ(store->Set("key0", value, Later()), absl::OkStatus());
+  }
+  EXPECT_LT(std::filesystem::file_size(path), 5u << 19);
+}
+
+// The system may give another file the number that the former one had.
+TEST(FileStoreTest, AnotherStoreInItsPlaceIsNotTakenForIt) {
+  const std::string path = NewPath(), other = NewPath();
+  const auto store = NewFileStore(path).value();
+  ASSERT_EQ(store->Set("key", "x", Later()), absl::OkStatus());
+  ASSERT_EQ(NewFileStore(other).value()->Set("key", "y, which is longer", Later()),
+            absl::OkStatus());
+  std::filesystem::copy_file(other, path, std::filesystem::copy_options::overwrite_existing);
+  for (const absl::Status& status :
+       {store->Set("key", "z", Later()), store->Get("key", absl::InfinitePast()).status(),
+        store->Add("n", 1, Later()).status()}) {
+    EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "it was replaced by another")) << status;
+  }
+  EXPECT_EQ(NewFileStore(path).value()->Get("key", Later()).value(), "y, which is longer");
+}
+
 // One that is full goes on with what is there, and has room again for what takes its place.
 TEST(FileStoreTest, OneThatIsFullSaysSo) {
   const std::string path = NewPath();
