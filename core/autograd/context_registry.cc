@@ -15,8 +15,8 @@ std::shared_ptr<ContextRecord> ContextRegistry::New() {
   return record;
 }
 
-absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(ContextId id,
-                                                                          EdgeId edge) {
+absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(ContextId id, EdgeId edge,
+                                                                          bool refuses) {
   absl::MutexLock lock(&mu_);
   if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
   DG_RETURN_IF_ERROR(WhyGone(id));
@@ -28,6 +28,7 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
                                                      most_));
   }
   const auto added = contexts_.emplace(id, std::make_shared<ContextRecord>(id, self_)).first;
+  if (refuses) added->second->SetRefused();
   ++count;
   return added->second;
 }

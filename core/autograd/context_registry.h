@@ -36,7 +36,9 @@ class ContextRegistry {
   // was released lately: a message that comes late brings no context back. kResourceExhausted if
   // its origin has too many; and from then on, where that cost the context the `edge` of the
   // message (0: it has none), which would be waited for in vain.
-  absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id, EdgeId edge);
+  // One that is added is refused if this worker `refuses` new ones (ContextRecord::SetRefused()).
+  absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id, EdgeId edge,
+                                                           bool refuses = false);
 
   // Returns null if this worker does not know it.
   std::shared_ptr<ContextRecord> Find(ContextId id) const;

@@ -59,5 +59,13 @@ TEST(ContextRegistryTest, TheLongestGoneIsForgotten) {
   EXPECT_TRUE(is_known_to_be_gone(2));
 }
 
+TEST(ContextRegistryTest, OneThatIsThereIsNotRefusedLater) {
+  ContextRegistry contexts(kSelf, /*incarnation=*/1);
+  const ContextId id = MakeId(kOther, 1), late = MakeId(kOther, 2);
+  EXPECT_FALSE(contexts.FindOrAdd(id, /*edge=*/7).value()->refused());
+  EXPECT_FALSE(contexts.FindOrAdd(id, /*edge=*/8, /*refuses=*/true).value()->refused());
+  EXPECT_TRUE(contexts.FindOrAdd(late, /*edge=*/7, /*refuses=*/true).value()->refused());
+}
+
 }  // namespace
 }  // namespace distgrad

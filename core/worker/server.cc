@@ -92,10 +92,9 @@ void Server::OnCall(IncomingCall call) {
   std::shared_ptr<ContextRecord> context;
   if (header->context != 0) {
     absl::StatusOr<std::shared_ptr<ContextRecord>> found =
-        parts_.contexts.FindOrAdd(header->context, header->edge);
+        parts_.contexts.FindOrAdd(header->context, header->edge, /*refuses=*/leaves);
     if (!found.ok()) return call.Fail(found.status());
     context = *std::move(found);
-    if (leaves) context->SetRefused();
     const absl::Status added = context->AddPeer(call.from());
     if (!added.ok()) return call.Fail(added);
   }
