@@ -541,6 +541,24 @@ TEST_F(PlayedPeerTest, AConnectionThatIsNeverOpenIsGivenUpThoughItsPeerLives) {
   EXPECT_EQ(hello.number, hello.first_own) << "no other one has been opened";
 }
 
+// It goes on with the contexts that it takes part in, over the connection that it has opened at the
+// same time.
+TEST_F(PlayedPeerTest, OneThatLeavesIsConnectedToAsLongAsItIsHeard) {
+  directory_.Hold();
+  const auto call = x_.Call(1, "echo");
+  directory_.AwaitQuestion();
+  directory_.HoldNoMore();
+  const Played live = Connect({});
+  live.Ping(1);
+  y_.left = true;
+  directory_.Set(y_);
+  directory_.Answer();
+  AwaitAccepted(0).end->Await(FrameKind::kRequest, 1);
+  live.Ping(2);
+  EXPECT_FALSE(call.Done());
+  EXPECT_FALSE(x_.service.HasLost(1));
+}
+
 // A call that was refused here has sent nothing to its peer: how long that may take to be reached
 // is counted from what is sent.
 TEST_F(PlayedPeerTest, ARefusedCallTakesNoTimeFromThePeer) {

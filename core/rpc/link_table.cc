@@ -246,7 +246,11 @@ void LinkTable::OnFound(const std::shared_ptr<Link>& link, WorkerRank to,
   if (!learned.ok()) {
     DG_LOG(WARNING) << "asking for worker " << peers_->Describe(to) << ": " << learned;
   }
-  if (known->left) return link->Close(absl::UnavailableError("it has left the job"));
+  // One that leaves goes on with the contexts that it takes part in; and all other connections with
+  // it would end with this one.
+  if (known->left && !Hears(to, known->incarnation)) {
+    return link->Close(absl::UnavailableError("it has left the job"));
+  }
   Connect(link, to);
 }
 
