@@ -521,6 +521,7 @@ absl::Status Membership::Leave(Deadline deadline) {
 
 absl::Status Membership::PublishLeft(Deadline deadline) {
   if (is_over_) return Replaced();
+  has_left_ = true;
   const absl::StatusOr<Store::Value> entry = Patiently(
       deadline, [&](Deadline until) { return TryGet(*store_, EntryKey(self_.rank), until); });
   if (entry.ok()) {
@@ -544,7 +545,7 @@ absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadl
     WakeBarriers(absl::InfinitePast()).IgnoreError();
     return Replaced();
   }
-  if (now.incarnation == self_.incarnation) return absl::OkStatus();
+  if (now.incarnation == self_.incarnation || has_left_) return absl::OkStatus();
   DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) { return Publish(until); }));
   return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
 }
@@ -738,7 +739,10 @@ void Membership::Forget(const Words& words, const WorkerInfo& member, const Loss
 void Membership::ForgetFormer(const WorkerInfo& member) {
   absl::MutexLock lock(&mu_);
   const auto told = lost_.find(member.rank);
-  if (told == lost_.end() || told->second.lost.worker.incarnation >= member.incarnation) return;
+  if (told == lost_.end()) return;
+  const Incarnation incarnation = told->second.lost.worker.incarnation;
+  const bool has_left = member.left && incarnation == member.incarnation;
+  if (incarnation >= member.incarnation && !has_left) return;
   lost_.erase(told);
   said_.erase(member.rank);
 }

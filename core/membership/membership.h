@@ -171,7 +171,8 @@ class Membership {
   absl::Status Publish(Deadline deadline);
   absl::Status PublishLeft(Deadline deadline);
   // Takes in this worker's entry, as the store has it: replaces that of an earlier incarnation,
-  // which was slow, or went on when it was over. kFailedPrecondition if it is of a later one.
+  // which was slow, or went on when it was over, unless this one leaves. kFailedPrecondition if it
+  // is of a later one.
   absl::Status CheckOwnEntry(const Store::Value& entry, Deadline deadline);
   // The error of an incarnation that is over.
   absl::Status Replaced() const;
@@ -262,10 +263,11 @@ class Membership {
 
   std::atomic<bool> closed_{false};
   std::atomic<bool> finished_{false};
-  std::atomic<bool> is_over_{false};  // a later incarnation has come
-  std::atomic<int64_t> barriers_{0};  // that are over
-  std::atomic<int64_t> coming_{0};    // the last that this worker has been asked to come to
-  std::atomic<int64_t> come_{0};      // the last that it has been counted at
+  std::atomic<bool> is_over_{false};   // a later incarnation has come
+  std::atomic<bool> has_left_{false};  // or is about to say so
+  std::atomic<int64_t> barriers_{0};   // that are over
+  std::atomic<int64_t> coming_{0};     // the last that this worker has been asked to come to
+  std::atomic<int64_t> come_{0};       // the last that it has been counted at
   // The number of members, without the lost, at the last check; and whether one was lost.
   std::atomic<int> size_{0};
   std::atomic<bool> any_lost_{false};

@@ -232,7 +232,8 @@ bool MemberSync::TakeDenied(const Membership::Losses& losses) {
   const absl::Time now = parts_.clock.Now();
   for (const WorkerInfo& member : losses.denied) {
     if (parts_.agent.LossOf(member.rank, member.incarnation) != 0) {
-      const auto [taken, is_first] = denial_taken_at_.try_emplace(member.rank, now);
+      const auto [taken, is_first] =
+          denial_taken_at_.try_emplace({member.rank, member.incarnation}, now);
       if (!is_first && parts_.heartbeat_limit != absl::InfiniteDuration() &&
           now - taken->second < parts_.heartbeat_limit) {
         is_all = false;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -99,7 +100,7 @@ class MemberSync {
   };
   absl::flat_hash_map<WorkerRank, Marked> marked_;  // the losses that this worker has told
   // When one that was lost was last taken for alive because it has denied that.
-  absl::flat_hash_map<WorkerRank, absl::Time> denial_taken_at_;
+  absl::flat_hash_map<std::pair<WorkerRank, Incarnation>, absl::Time> denial_taken_at_;
   // Used by Read() alone.
   int64_t changes_ = -1;                          // as last seen
   Deadline store_has_until_ = Deadline::Never();  // to answer, where it does not

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
@@ -1051,13 +1052,30 @@ class MuteStore : public ForwardingStore {
       return absl::UnavailableError("it closes the connection");
     }
     if (key == "changes" && is_short.exchange(false)) throw std::bad_alloc();
-    if (key == "lost/1" && !value.empty()) ++losses;
+    if (key == "lost/1" && !value.empty()) {
+      absl::MutexLock lock(&mu_);
+      losses_.push_back(absl::Now());
+    }
     return ForwardingStore::Set(key, value, deadline);
   }
 
+  // Waits until its worker has said `n` losses, and returns when it said each.
+  std::vector<absl::Time> AwaitLosses(size_t n) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return losses_.size() >= n;
+    };
+    mu_.Await(absl::Condition(&there));
+    return losses_;
+  }
+
   std::atomic<bool> is_mute{false}, is_short{false};
-  std::atomic<int> losses{0};    // that its worker has said
   std::atomic<int> refusals{0};  // of denials, from now on
+
+ private:
+  absl::Mutex mu_;
+  std::vector<absl::Time> losses_ ABSL_GUARDED_BY(mu_);
 };
 
 // "worker0", which watches "worker1", and others, with faults between them.
@@ -1211,18 +1229,18 @@ TEST_F(WatcherTest, TwoThatCannotReachEachOtherDoNotArgueWithoutAPause) {
 // Nor where it is barriers that read it; and there the member denies it each time.
 TEST_F(WatcherTest, TwoThatWaitAndCannotReachEachOtherDoNotArgueWithoutAPause) {
   faults_->apart = true;
-  Start(3, /*heartbeat_limit=*/absl::Seconds(20));
+  constexpr absl::Duration kLimit = absl::Seconds(5);
+  Start(3, kLimit);
   std::vector<std::thread> waiting;
   for (const int rank : {0, 1}) {
     waiting.emplace_back([this, rank] {
       workers_[rank]->Barrier(Deadline::Never(), OnLost::kGoOnWithout).IgnoreError();
     });
   }
-  const absl::Time end = Later();
-  while (mute0_->losses < 2 && absl::Now() < end) std::this_thread::yield();
-  EXPECT_EQ(mute0_->losses, 2) << "it tries the member again after its first denial";
-  absl::SleepFor(absl::Seconds(6));  // it looks each 4 s whether it can reach the member
-  EXPECT_EQ(mute0_->losses, 2);
+  // It tries the member again after its first denial, within a fifth of the limit; but not so after
+  // the next one.
+  const std::vector<absl::Time> said = mute0_->AwaitLosses(3);
+  EXPECT_GE(said[2] - said[0], kLimit);
   for (auto& worker : workers_) worker->Abort();
   for (std::thread& thread : waiting) thread.join();
 }
