@@ -617,6 +617,7 @@ TEST_F(HostsTest, AWrongKeyIsNamedOnBothSides) {
 
 class TwoUsersTest : public HostsTest {
  protected:
+  static constexpr int kUser = 1001;  // and the next one
   std::unique_ptr<HostProcess> MemberOf(int user, int rank, const std::string& key,
                                         const std::string& timeout = "--join_timeout=300") {
     Variables variables = Place(rank, 2, "127.0.0.1");
@@ -628,16 +629,20 @@ class TwoUsersTest : public HostsTest {
   void SetUp() override {
     HostsTest::SetUp();
     if (hosts_ == nullptr) return;
-    // The first of them here, the first of them outside, and how many there are.
-    int64_t users[3] = {};
-    std::ifstream map("/proc/self/uid_map");
-    ASSERT_TRUE(map >> users[0] >> users[1] >> users[2]);
-    if (users[2] == 1) GTEST_SKIP() << "there is one user only";
+    // Each line has the first of some users here, the first of them outside, and how many there
+    // are.
+    int64_t first = 0, outside = 0, count = 0;
+    bool has_both = false;
+    for (std::ifstream map("/proc/self/uid_map"); map >> first >> outside >> count;) {
+      has_both = has_both || (first <= kUser && first + count > kUser + 1);
+    }
+    ASSERT_GT(count, 0) << "/proc/self/uid_map has nothing";
+    if (!has_both) GTEST_SKIP() << "there is one user only";
   }
 };
 
 TEST_F(TwoUsersTest, WithTheKeyTheyWorkTogether) {
-  for (int rank : {0, 1}) members_.push_back(MemberOf(1001 + rank, rank, kKey));
+  for (int rank : {0, 1}) members_.push_back(MemberOf(kUser + rank, rank, kKey));
   for (const auto& member : members_) ExpectJoined(*member);
   // Also what is large, which between processes of one user is copied out of the other's memory.
   ExpectDone(*members_[0], absl::StrCat("train 2 ", 4 << 20));
@@ -645,16 +650,16 @@ TEST_F(TwoUsersTest, WithTheKeyTheyWorkTogether) {
 }
 
 TEST_F(TwoUsersTest, WithoutItNobodyGetsIn) {
-  const auto rank0 = MemberOf(1001, 0, kKey);
+  const auto rank0 = MemberOf(kUser, 0, kKey);
   AwaitStore(0, "127.0.0.1");
   for (const std::string& key : {std::string("a secret of another job"), std::string()}) {
-    const auto other = MemberOf(1002, 1, key, "--join_timeout=6");
+    const auto other = MemberOf(kUser + 1, 1, key, "--join_timeout=6");
     const std::string answer = Answer(*other);
     EXPECT_TRUE(absl::StrContains(answer, "cluster key")) << answer;
     EXPECT_EQ(other->Wait(), 1);
   }
   // The place is still free for who has the key.
-  members_.push_back(MemberOf(1002, 1, kKey));
+  members_.push_back(MemberOf(kUser + 1, 1, kKey));
   ExpectJoined(*rank0);
   ExpectJoined(*members_[0]);
   ExpectDone(*rank0, "train 1 4096");
