@@ -433,7 +433,9 @@ TEST_P(StoreTest, WithoutMemoryItWorksAgain) {
       SCOPED_TRACE(nth);
       const std::string key = absl::StrCat("a key that takes an allocation ", ++attempts);
       const Keys keys = {key};
-      if (before.has_value()) ASSERT_EQ(store_->Set(key, *before, Later()), absl::OkStatus());
+      if (before.has_value()) {
+        ASSERT_EQ(store_->Set(key, *before, Later()), absl::OkStatus());
+      }
       FailAllocation(nth);
       try {
         operation(key);
