@@ -411,6 +411,7 @@ absl::StatusOr<WorkerInfo> Membership::Find(absl::string_view name, Deadline dea
 
 std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Who> workers,
                                                              Deadline deadline) {
+  const Words words = WordsSoFar();
   std::vector<absl::StatusOr<WorkerInfo>> found;
   // Of several, one that somebody else has written would fail all.
   const auto one_by_one = [&] {
@@ -469,7 +470,7 @@ std::vector<absl::StatusOr<WorkerInfo>> Membership::FindEach(absl::Span<const Wh
       continue;
     }
     found.push_back(DecodeWorkerInfo(*entry, rank));
-    if (found.back().ok()) ForgetFormer(*found.back());
+    if (found.back().ok()) Forget(words, *found.back(), /*loss=*/{});
     const auto* name = std::get_if<std::string>(&workers[i]);
     if (name != nullptr && found.back().ok() && found.back()->name != *name) {
       found.back() = absl::InvalidArgumentError(
@@ -490,6 +491,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
                       Patiently(deadline, [&](Deadline until) { return CountRanks(until); }));
   std::vector<std::string> keys;
   for (int rank = 0; rank < ranks; ++rank) keys.push_back(EntryKey(rank));
+  const Words words = WordsSoFar();
   DG_ASSIGN_OR_RETURN(
       const std::vector<Store::Value> entries,
       Patiently(deadline, [&](Deadline until) { return store_->GetEach(keys, until); }));
@@ -498,7 +500,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
     if (!entries[rank].has_value()) continue;  // it has claimed its rank, and no more
     DG_ASSIGN_OR_RETURN(WorkerInfo worker,
                         DecodeWorkerInfo(*entries[rank], static_cast<WorkerRank>(rank)));
-    ForgetFormer(worker);
+    Forget(words, worker, /*loss=*/{});
     workers.push_back(std::move(worker));
   }
   return workers;
@@ -732,17 +734,6 @@ void Membership::Forget(const Words& words, const WorkerInfo& member, const Loss
   if (incarnation > member.incarnation) return;  // what was read of it is older
   const bool is_denied = words.IsDenied(member.rank, loss);
   if (!member.left && incarnation == member.incarnation && !is_denied) return;
-  lost_.erase(told);
-  said_.erase(member.rank);
-}
-
-void Membership::ForgetFormer(const WorkerInfo& member) {
-  absl::MutexLock lock(&mu_);
-  const auto told = lost_.find(member.rank);
-  if (told == lost_.end()) return;
-  const Incarnation incarnation = told->second.lost.worker.incarnation;
-  const bool has_left = member.left && incarnation == member.incarnation;
-  if (incarnation >= member.incarnation && !has_left) return;
   lost_.erase(told);
   said_.erase(member.rank);
 }

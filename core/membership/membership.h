@@ -232,8 +232,6 @@ class Membership {
   // Forgets a loss that was told by then, if it is over, as was read after that: the member has
   // left, has come back, or has taken it back.
   void Forget(const Words& words, const WorkerInfo& member, const Loss& loss);
-  // Forgets the loss of a former incarnation of it.
-  void ForgetFormer(const WorkerInfo& member);
   void Announce(const LostMember& lost);
   void TakeBack(WorkerRank member);
   // Writes `value`, unless what is there makes that unwanted, and wakes barriers. Returns whether
