@@ -208,17 +208,18 @@ void Job::KillWorker(int i, bool silently) {
 
 void Job::ComeBack(const Action& action) {
   absl::SleepFor(absl::Milliseconds(action.c));
+  size_t death;  // of the one that it replaces: once it is there it may die itself
   {
     absl::MutexLock lock(&mu_);
     if (processes_[action.a] != nullptr || !coming_back_.insert(action.a).second) return;
+    death = deaths_[action.a];
   }
   const Doing doing{absl::StrCat(Text(action), ", coming back"), nullptr, {action.a}};
   const absl::Status started = StartWorker(action.a, /*is_first=*/false);
   {
     absl::MutexLock lock(&mu_);
     coming_back_.erase(action.a);
-    if (started.ok())
-      disturbances_[deaths_[action.a]].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
+    if (started.ok()) disturbances_[death].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
   }
   CheckEnd(doing, started, Deadline::Never());
 }
