@@ -274,7 +274,7 @@ void Job::RunBarrier(const Action& action, int i, Process* process) {
   const Doing doing = DoingOfAll(what, process);
   const absl::Status passed = process->worker->Barrier(deadline, on_lost);
   // One that has failed before on another worker has it wait for one more there.
-  const bool disturbed = HasDisturbances();
+  const bool disturbed = HasFaults();
   const bool is_awaited = disturbed && absl::IsDeadlineExceeded(passed) &&
                           absl::StrContains(passed.message(), "worker");
   if (!is_awaited) CheckEnd(doing, passed, deadline);

@@ -312,9 +312,11 @@ void Job::RunProgram(const Action& action, Process* process) {
       absl::MutexLock lock(&mu_);
       run->second.newcomer = absl::StrCat("newcomer", ++newcomers_);
     }
+    const size_t absence = BeginAbsence(run->second.newcomer);
     auto joined = NewProcess(kNewcomer, run->second.newcomer, /*joins=*/true);
     CheckEnd(doing.Part("a newcomer"), joined.status(), Deadline::Never());
     if (!joined.ok()) return;
+    EndAbsence(absence);
     newcomer = *std::move(joined);
   }
   // For all of its calls and passes together.

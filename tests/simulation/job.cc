@@ -14,6 +14,7 @@
 
 #include "absl/base/internal/sysinfo.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -42,6 +43,18 @@ constexpr absl::Duration kLongestHold = absl::Seconds(8);
 // one end after the other. Of a dead connection for large packets the answers are waited for twice
 // as long (docs/membership.md, "Heartbeats").
 constexpr int64_t kCalmLimits = 2, kCalmLimitsOfDead = 3;
+
+// Whether a text has this name, and not only one that begins with it.
+bool Names(absl::string_view text, absl::string_view name) {
+  size_t at = 0;
+  while ((at = text.find(name, at)) != absl::string_view::npos) {
+    at += name.size();
+    if (at == text.size() || !absl::ascii_isdigit(static_cast<unsigned char>(text[at]))) {
+      return true;
+    }
+  }
+  return false;
+}
 
 NetworkOptions NetworkOf(const Plan& plan) {
   NetworkOptions options;
@@ -231,6 +244,12 @@ void Job::RunGuest(const Action& action) {
   absl::StatusOr<std::shared_ptr<Process>> process = NewProcess(i, NameOf(i), /*joins=*/true);
   CheckEnd(joining, process.status(), Deadline::Never());
   if (!process.ok()) return;
+  size_t absence;
+  {
+    absl::MutexLock lock(&mu_);
+    absence = absences_.at(i);
+  }
+  EndAbsence(absence);
   const int someone = action.b % plan_.workers;
   RunCall({Action::kCall, i, someone, Action::kEcho}, process->get());
   RunPass({Action::kPass, i, action.b, Action::kByItself, 0}, process->get());
@@ -247,6 +266,7 @@ void Job::RunGuest(const Action& action) {
 void Job::EndGuest(const std::string& what, Process* guest) {
   const Doing leaving = DoingOfAll(what + ", leaving", guest);
   const Deadline deadline = Deadline::After(2 * kTimeout);
+  BeginAbsence(guest->worker->name());
   const absl::Status left = guest->worker->Leave(deadline);
   CheckEnd(leaving, left, deadline);
   if (left.ok()) return;
@@ -258,9 +278,20 @@ void Job::EndGuest(const std::string& what, Process* guest) {
   guest->store->Kill();
 }
 
+size_t Job::BeginAbsence(const std::string& name) {
+  absl::MutexLock lock(&mu_);
+  disturbances_.push_back({.kind = Disturbance::kAbsence, .until = Deadline::Never(), .name = name});
+  return disturbances_.size() - 1;
+}
+
+void Job::EndAbsence(size_t absence) {
+  absl::MutexLock lock(&mu_);
+  disturbances_[absence].until = Deadline::After(absl::ZeroDuration());
+}
+
 void Job::AddDisturbance(Disturbance disturbance) {
   absl::MutexLock lock(&mu_);
-  disturbances_.push_back(disturbance);
+  disturbances_.push_back(std::move(disturbance));
 }
 
 bool Job::IsDisturbed(const Doing& doing, unsigned kinds) {
@@ -275,9 +306,24 @@ bool Job::IsDisturbed(const Doing& doing, unsigned kinds) {
   });
 }
 
-bool Job::HasDisturbances() {
+// Where no guest takes part an error has no reason to name one; nor has one that concerns a guest
+// alone, as when it joins.
+bool Job::NamesAbsent(const Doing& doing, absl::string_view message) {
+  const bool has_guests = std::any_of(doing.workers.begin(), doing.workers.end(),
+                                      [this](int worker) { return IsGuest(worker); });
+  if (!has_guests || doing.workers.size() == 1) return false;
   absl::MutexLock lock(&mu_);
-  return !disturbances_.empty();
+  return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
+    return each.kind == Disturbance::kAbsence && each.until.at() > doing.since &&
+           Names(message, each.name);
+  });
+}
+
+bool Job::HasFaults() {
+  absl::MutexLock lock(&mu_);
+  return std::any_of(disturbances_.begin(), disturbances_.end(), [](const Disturbance& each) {
+    return (each.kind & Disturbance::kFault) != 0;
+  });
 }
 
 Job::Doing Job::DoingOfAll(const std::string& what, const Process* process) const {
@@ -321,10 +367,6 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
       IsDisturbed(doing, Disturbance::kThreads)) {
     return "";
   }
-  const auto has_guests = [&] {
-    return std::any_of(doing.workers.begin(), doing.workers.end(),
-                       [this](int worker) { return IsGuest(worker); });
-  };
   switch (code) {
     case Code::kUnavailable:
       if (!says("newcomer") && !says("the job's store") && !says("process group") &&
@@ -332,11 +374,11 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
                        [&](int worker) { return says(NameOf(worker)); })) {
         return "it names nobody";
       }
-      // Those may not be there yet, or not any more.
-      if (has_guests() && (says("guest") || says("newcomer"))) return "";
+      // It may not be there yet, or not any more.
+      if (NamesAbsent(doing, status.message())) return "";
       break;
     case Code::kNotFound:
-      if (has_guests() && (says("guest") || says("newcomer"))) return "";
+      if (NamesAbsent(doing, status.message())) return "";
       // A worker that has just come back, or has none of what it had before.
       if ((says("no such function") || says("has no gradient")) &&
           IsDisturbed(doing, Disturbance::kDeath)) {
@@ -564,6 +606,11 @@ std::string Job::Run() {
   JoinSpawned();
   if (!wrong().empty()) return wrong();
   Note("started", plan_.workers);
+  for (int i = plan_.workers; i < plan_.workers + plan_.guests; ++i) {
+    const size_t absence = BeginAbsence(NameOf(i));
+    absl::MutexLock lock(&mu_);
+    absences_[i] = absence;
+  }
   // All have registered their functions by now.
   const auto is_there = [this](int actor) {
     return std::any_of(plan_.actions.begin(), plan_.actions.end(),
@@ -590,7 +637,7 @@ std::string Job::Run() {
   RefuseThreads(0);
   Note("acted", 0);
   // Those who took each other for lost find that they are not.
-  if (HasDisturbances()) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
+  if (HasFaults()) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
   CheckNothingIsLeft();
   CheckHeard();
   CheckTrained();

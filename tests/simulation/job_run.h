@@ -99,13 +99,22 @@ class Job {
     }
   };
 
-  // What a fault makes fail: between two workers, between one and all others, or everywhere.
+  // What a fault makes fail: between two workers, between one and all others, or everywhere. And
+  // that one who joins and leaves is not there: no fault, and it explains only what names it.
   struct Disturbance {
-    enum Kind : unsigned { kNetwork = 1, kStore = 2, kThreads = 4, kDeath = 8, kAny = 15 };
+    enum Kind : unsigned {
+      kNetwork = 1,
+      kStore = 2,
+      kThreads = 4,
+      kDeath = 8,
+      kFault = 15,
+      kAbsence = 16
+    };
     static constexpr int kAll = -1;
     Kind kind;
     Deadline until;  // then it is over, and so is what it has led to
     int a = kAll, b = kAll;
+    std::string name = {};  // of who is absent
   };
 
   void Wrong(const std::string& what);
@@ -128,6 +137,9 @@ class Job {
   void ComeBack(const Action& action);
   void RunGuest(const Action& action);
   void EndGuest(const std::string& what, Process* guest);
+  // Returns which of the disturbances it is, for EndAbsence(): from now on it may be called.
+  size_t BeginAbsence(const std::string& name);
+  void EndAbsence(size_t absence);
 
   // members.cc
   void RunWatch(Process* process);
@@ -173,8 +185,10 @@ class Job {
   Doing DoingOfAll(const std::string& what, const Process* process) const;
   void AddDisturbance(Disturbance disturbance);
   // Whether one of such a kind has met what is done.
-  bool IsDisturbed(const Doing& doing, unsigned kinds = Disturbance::kAny);
-  bool HasDisturbances();
+  bool IsDisturbed(const Doing& doing, unsigned kinds = Disturbance::kFault);
+  // Whether a message names somebody who joins and leaves, and was not there all the time.
+  bool NamesAbsent(const Doing& doing, absl::string_view message);
+  bool HasFaults();
 
   // The ways in which something may end, besides by a fault.
   struct Terms {
@@ -188,7 +202,7 @@ class Job {
                 int ending = Action::kByItself) {
     CheckEnd(doing, status, deadline, Terms{ending});
   }
-  // Returns why a fault, a guest or a plan does not explain this error; "" if one does.
+  // Returns why a fault, who is absent, or a plan does not explain this error; "" if one does.
   std::string Unexplained(const Doing& doing, const absl::Status& status, Terms terms);
   void CheckNothingIsLeft();
   void CheckTimers();
@@ -215,8 +229,9 @@ class Job {
       ABSL_GUARDED_BY(mu_);
   std::string wrong_ ABSL_GUARDED_BY(mu_);
   std::vector<Disturbance> disturbances_ ABSL_GUARDED_BY(mu_);
-  std::map<int, size_t> deaths_ ABSL_GUARDED_BY(mu_);   // which of those is each worker's last one
-  std::set<std::string> members_ ABSL_GUARDED_BY(mu_);  // all that have ever joined, or tried to
+  std::map<int, size_t> deaths_ ABSL_GUARDED_BY(mu_);    // which of those is each worker's last one
+  std::map<int, size_t> absences_ ABSL_GUARDED_BY(mu_);  // and each guest's first one
+  std::set<std::string> members_ ABSL_GUARDED_BY(mu_);   // all that have ever joined, or tried to
   // The runs of programs, to the end: a call may outlive its deadline.
   std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);
   std::vector<std::thread> spawned_ ABSL_GUARDED_BY(mu_);
