@@ -16,8 +16,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "core/autograd/state.h"
 #include "core/base/check.h"
@@ -319,10 +321,19 @@ bool Job::NamesAbsent(const Doing& doing, absl::string_view message) {
   });
 }
 
-bool Job::HasFaults() {
+bool Job::HasFaults(unsigned kinds) {
   absl::MutexLock lock(&mu_);
-  return std::any_of(disturbances_.begin(), disturbances_.end(), [](const Disturbance& each) {
-    return (each.kind & Disturbance::kFault) != 0;
+  return std::any_of(disturbances_.begin(), disturbances_.end(),
+                     [kinds](const Disturbance& each) { return (each.kind & kinds) != 0; });
+}
+
+// Guests have their ranks in the order in which they joined, so that no rank says which one it is.
+bool Job::MayBeTakenForLost(int rank) {
+  absl::MutexLock lock(&mu_);
+  return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
+    if ((each.kind & (Disturbance::kNetwork | Disturbance::kDeath)) == 0) return false;
+    if (rank < plan_.workers) return each.a == rank || each.b == rank || each.b == Disturbance::kAll;
+    return each.b == Disturbance::kAll;
   });
 }
 
@@ -566,34 +577,87 @@ void Job::CheckAllIsWell() {
 // from how often they did something: a barrier's keys go with the next one, say. docs/membership.md
 // has the keys of a job.
 void Job::CheckStore() {
-  // Of the start and of joining; of the last two barriers; of the end.
-  constexpr size_t kOfJob = 8 + 4 + 6;
-  // Entry, incarnations, name, its claims, barriers, the two of the end, and that it is lost.
-  constexpr size_t kOfWorker = 8;
-  // Of each rank what it asks and answers as the ranks meet, its keys, and what it has for the
-  // others' security; of the group its count, its room, its security, and each rank's failure.
-  constexpr size_t kOfGroup = 3, kOfRank = 6;
-  std::set<int> groups;
-  for (const Action& action : plan_.actions) {
-    if (action.kind == Action::kAverages) groups.insert(action.a);
-  }
-  size_t workers;
+  std::vector<std::string> unexplained;
+  std::set<std::string> keys;
   {
+    absl::MutexLock lock(&weather_->mu);
+    keys = weather_->keys;
+  }
+  for (const std::string& key : keys) {
+    if (!ExplainsKey(key)) unexplained.push_back(key);
+  }
+  if (unexplained.empty()) return;
+  Wrong(absl::StrCat("nothing explains that the store has ", absl::StrJoin(unexplained, ", "),
+                     "; it has ", absl::StrJoin(keys, ", ")));
+}
+
+bool Job::ExplainsKey(absl::string_view key) {
+  static const auto* const of_start = new std::set<absl::string_view>{
+      "joiners", "joined", "all", "ready", "settled", "outcome", "size"};
+  const std::vector<absl::string_view> words = absl::StrSplit(key, '/');
+  const absl::string_view kind = words[0];
+  if (words.size() == 1) {
+    if (kind == "changes") return has_newcomers_ || HasFaults();
+    return of_start->count(kind) > 0;
+  }
+  if (kind == "group") return ExplainsKeyOfGroup(words);
+  int number = -1;
+  const bool has_number = absl::SimpleAtoi(words[1], &number) && number >= 0;
+  const bool of_count = words.back() == "count" || words.back() == "open";
+  if (kind == "lost") {
+    return words.size() == 2 && has_number && MayBeTakenForLost(number);
+  }
+  if (kind == "barrier" && words.size() == 3 && has_number && of_count) {
+    const bool is_late = HasFaults(Disturbance::kNetwork | Disturbance::kStore | Disturbance::kDeath);
     absl::MutexLock lock(&mu_);
-    workers = members_.size();
+    int come = 0, passed = 0;
+    for (const Barriers& each : barriers_) {
+      come = std::max(come, each.come);
+      passed = std::max(passed, each.passed);
+    }
+    // Those before the last one that was opened are deleted, once: by a process that dies
+    // meanwhile, or does not reach the store, they are not. Who was taken for lost is counted
+    // when nobody counts any more.
+    return number > 0 && number <= come && (number >= passed || is_late);
   }
-  absl::MutexLock lock(&weather_->mu);
-  const size_t of_groups =
-      std::count_if(weather_->keys.begin(), weather_->keys.end(),
-                    [](const std::string& key) { return absl::StartsWith(key, "group/"); });
-  const size_t of_job = weather_->keys.size() - of_groups;
-  if (of_job <= kOfJob + kOfWorker * workers &&
-      of_groups <= groups.size() * (kOfGroup + kOfRank * std::min(plan_.workers, kMostRanks))) {
-    return;
+  const bool is_end = kind == "shutdown" || kind == "finish";
+  if (is_end || kind == "left") {
+    const bool is_rank = is_end && has_number && number < plan_.workers;
+    return words.size() == 2 && !killed_ && (of_count || is_rank);
   }
-  Wrong(absl::StrCat("the store has ", of_job, " keys of a job of ", workers, " workers, and ",
-                     of_groups, " of ", groups.size(),
-                     " groups: ", absl::StrJoin(weather_->keys, ", ")));
+  absl::MutexLock lock(&mu_);
+  if (kind == "worker") {
+    return has_number && number < static_cast<int>(members_.size()) &&
+           (words.size() == 2 || (words.size() == 3 && words[2] == "incarnations"));
+  }
+  if (kind == "at") {
+    return words.size() == 2 && has_number && number < plan_.workers && barriers_[number].come > 0;
+  }
+  return (kind == "name" || kind == "claims") && words.size() == 2 &&
+         members_.count(std::string(words[1])) > 0;
+}
+
+// "group/NAME/", and then of how its ranks meet and number the start, or of that start.
+bool Job::ExplainsKeyOfGroup(absl::Span<const absl::string_view> words) const {
+  const auto starts = std::count_if(
+      plan_.actions.begin(), plan_.actions.end(), [&](const Action& action) {
+        return action.kind == Action::kAverages && words[1] == absl::StrCat("replicas", action.a);
+      });
+  if (words.size() < 4) return false;
+  const absl::string_view what = words[3];
+  int rank = -1;
+  const bool has_rank = words.size() == 5 && absl::SimpleAtoi(words[4], &rank) && rank >= 0 &&
+                        rank < std::min(plan_.workers, kMostRanks);
+  if (words[2] == "start") {
+    if (starts == 0) return false;
+    if (what == "count") return words.size() == 4;
+    if (what == "keys") return has_rank;
+    return has_rank && rank > 0 && (what == "ask" || what == "answer" || what == "heard");
+  }
+  int start = 0;
+  if (!absl::SimpleAtoi(words[2], &start) || start < 1 || start > starts) return false;
+  if (what == "security" && has_rank) return true;
+  return words.size() == 4 && (what == "room" || what == "failure" || what == "security");
 }
 
 std::string Job::Run() {

@@ -21,6 +21,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "core/base/deadline.h"
 #include "core/base/ids.h"
 #include "core/membership/member_event.h"
@@ -188,7 +189,9 @@ class Job {
   bool IsDisturbed(const Doing& doing, unsigned kinds = Disturbance::kFault);
   // Whether a message names somebody who joins and leaves, and was not there all the time.
   bool NamesAbsent(const Doing& doing, absl::string_view message);
-  bool HasFaults();
+  bool HasFaults(unsigned kinds = Disturbance::kFault);
+  // Whether anybody may have taken a member for lost.
+  bool MayBeTakenForLost(int rank);
 
   // The ways in which something may end, besides by a fault.
   struct Terms {
@@ -207,6 +210,9 @@ class Job {
   void CheckNothingIsLeft();
   void CheckTimers();
   void CheckStore();
+  // Whether the plan and the faults explain that the store has this key at the end.
+  bool ExplainsKey(absl::string_view key) ABSL_LOCKS_EXCLUDED(mu_);
+  bool ExplainsKeyOfGroup(absl::Span<const absl::string_view> words) const;
   // Checks that live workers reach each other again.
   void CheckAllIsWell();
 
