@@ -339,7 +339,7 @@ void Job::RunProgram(const Action& action, Process* process) {
     status = run->second.status;
   }
   CheckEnd(doing, status, end, Terms{.anywhere = true});
-  if (newcomer != nullptr) EndGuest(Text(action), newcomer.get());
+  if (newcomer != nullptr) EndGuest(Text(action), kNewcomer, newcomer.get());
   if (!status.ok()) return;
   const std::string difference = Difference(run->first, local, run->second);
   if (!difference.empty()) Wrong(absl::StrCat(Text(action), ": ", difference));

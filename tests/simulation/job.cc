@@ -262,18 +262,18 @@ void Job::RunGuest(const Action& action) {
     });
   }
   absl::SleepFor(action.c % 2 == 0 ? absl::Milliseconds(action.c) : absl::Microseconds(action.c));
-  EndGuest(Text(action), process->get());
+  EndGuest(Text(action), i, process->get());
 }
 
-void Job::EndGuest(const std::string& what, Process* guest) {
+void Job::EndGuest(const std::string& what, int i, Process* guest) {
   const Doing leaving = DoingOfAll(what + ", leaving", guest);
   const Deadline deadline = Deadline::After(2 * kTimeout);
   BeginAbsence(guest->worker->name());
   const absl::Status left = guest->worker->Leave(deadline);
   CheckEnd(leaving, left, deadline);
   if (left.ok()) return;
-  // It stays a member, and the job does not end in good order.
-  AddDisturbance({Disturbance::kDeath, Deadline::Never()});
+  // It stays a member, for whom others wait, and the job does not end in good order.
+  AddDisturbance({Disturbance::kDeath, Deadline::Never(), i});
   killed_ = guest->is_dead = true;
   NoteDeath(*guest);
   network_->Kill(guest->host->address(), /*silently=*/false);
@@ -328,12 +328,13 @@ bool Job::HasFaults(unsigned kinds) {
 }
 
 // Guests have their ranks in the order in which they joined, so that no rank says which one it is.
-bool Job::MayBeTakenForLost(int rank) {
+bool Job::MayBeTakenForLost(int rank, Deadline::Clock::time_point since) {
   absl::MutexLock lock(&mu_);
   return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
-    if ((each.kind & (Disturbance::kNetwork | Disturbance::kDeath)) == 0) return false;
-    if (rank < plan_.workers) return each.a == rank || each.b == rank || each.b == Disturbance::kAll;
-    return each.b == Disturbance::kAll;
+    if (each.until.at() < since) return false;
+    if (each.kind == Disturbance::kDeath) return each.a == rank || (IsGuest(rank) && IsGuest(each.a));
+    return each.kind == Disturbance::kNetwork &&
+           (each.a == rank || each.b == rank || each.b == Disturbance::kAll);
   });
 }
 

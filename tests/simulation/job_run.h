@@ -137,7 +137,7 @@ class Job {
   void KillWorker(int i, bool silently);
   void ComeBack(const Action& action);
   void RunGuest(const Action& action);
-  void EndGuest(const std::string& what, Process* guest);
+  void EndGuest(const std::string& what, int i, Process* guest);
   // Returns which of the disturbances it is, for EndAbsence(): from now on it may be called.
   size_t BeginAbsence(const std::string& name);
   void EndAbsence(size_t absence);
@@ -190,8 +190,8 @@ class Job {
   // Whether a message names somebody who joins and leaves, and was not there all the time.
   bool NamesAbsent(const Doing& doing, absl::string_view message);
   bool HasFaults(unsigned kinds = Disturbance::kFault);
-  // Whether anybody may have taken a member for lost.
-  bool MayBeTakenForLost(int rank);
+  // Whether anybody may have taken a member for lost since then.
+  bool MayBeTakenForLost(int rank, Deadline::Clock::time_point since = {});
 
   // The ways in which something may end, besides by a fault.
   struct Terms {
