@@ -8,6 +8,7 @@
 #include <random>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
@@ -114,6 +115,14 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
   const int maker = (i + static_cast<int>(seed % 2)) % plan_.workers;  // of contexts
   Doing doing{what, process, {}};
   for (int k = 0; k < plan_.workers; ++k) doing.workers.insert(k);
+  {
+    absl::MutexLock lock(&mu_);
+    barriers_[i].averages = true;
+  }
+  const absl::Cleanup is_over = [this, i] {
+    absl::MutexLock lock(&mu_);
+    barriers_[i].averages = false;
+  };
   const auto check = [&](absl::string_view of, const absl::Status& status, Deadline deadline,
                          bool may_fail) {
     // Who was killed joins no group any more, also when it is back. And nobody hears of a machine
@@ -261,6 +270,22 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
   ranks_.erase(key);
 }
 
+// A dead worker is no reason: it is found to be lost. One that has come back is, for nobody runs
+// its actions any more.
+bool Job::ExplainsLate(int barrier, absl::string_view message) {
+  bool names_one = false;
+  for (int i = 0; i < plan_.workers; ++i) {
+    if (!absl::StrContains(message, absl::StrCat("'", WorkerName(i), "'"))) continue;
+    names_one = true;
+    const bool is_back = processes_[i] != nullptr || coming_back_.count(i) > 0;
+    if (ever_killed_.count(i) > 0 && is_back) continue;
+    const Barriers& its = barriers_[i];
+    if (its.come < barrier && (its.has_failed || (its.averages && !ever_killed_.empty()))) continue;
+    return false;
+  }
+  return names_one;
+}
+
 void Job::RunBarrier(const Action& action, int i, Process* process) {
   const std::string what = absl::StrCat(Text(action), ", worker", i);
   const auto on_lost = static_cast<OnLost>(action.a);
@@ -273,17 +298,20 @@ void Job::RunBarrier(const Action& action, int i, Process* process) {
   const Deadline deadline = Deadline::After(3 * kTimeout);
   const Doing doing = DoingOfAll(what, process);
   const absl::Status passed = process->worker->Barrier(deadline, on_lost);
-  // One that has failed before on another worker has it wait for one more there.
-  const bool disturbed = HasFaults();
-  const bool is_awaited = disturbed && absl::IsDeadlineExceeded(passed) &&
-                          absl::StrContains(passed.message(), "worker");
+  bool is_awaited = false;
+  {
+    absl::MutexLock lock(&mu_);
+    barriers_[i].has_failed |= !passed.ok();
+    if (passed.ok()) barriers_[i].passed = number;
+    is_awaited = absl::IsDeadlineExceeded(passed) && ExplainsLate(number, passed.message());
+  }
   if (!is_awaited) CheckEnd(doing, passed, deadline);
   if (!passed.ok()) return;
-  absl::MutexLock lock(&mu_);
-  barriers_[i].passed = number;
-  if (on_lost != OnLost::kFail && disturbed) return;
   for (int other = 0; other < plan_.workers; ++other) {
-    if (barriers_[other].come >= number || ever_killed_.count(other) > 0) continue;
+    const bool goes_without =
+        on_lost == OnLost::kGoOnWithout && MayBeTakenForLost(other, doing.since);
+    absl::MutexLock lock(&mu_);
+    if (goes_without || barriers_[other].come >= number || ever_killed_.count(other) > 0) continue;
     if (wrong_.empty()) {
       wrong_ = absl::StrCat(what, ": it has passed barrier ", number, " before worker", other);
     }

@@ -282,7 +282,8 @@ void Job::EndGuest(const std::string& what, int i, Process* guest) {
 
 size_t Job::BeginAbsence(const std::string& name) {
   absl::MutexLock lock(&mu_);
-  disturbances_.push_back({.kind = Disturbance::kAbsence, .until = Deadline::Never(), .name = name});
+  disturbances_.push_back(
+      {.kind = Disturbance::kAbsence, .until = Deadline::Never(), .name = name});
   return disturbances_.size() - 1;
 }
 
@@ -332,7 +333,8 @@ bool Job::MayBeTakenForLost(int rank, Deadline::Clock::time_point since) {
   absl::MutexLock lock(&mu_);
   return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
     if (each.until.at() < since) return false;
-    if (each.kind == Disturbance::kDeath) return each.a == rank || (IsGuest(rank) && IsGuest(each.a));
+    if (each.kind == Disturbance::kDeath)
+      return each.a == rank || (IsGuest(rank) && IsGuest(each.a));
     return each.kind == Disturbance::kNetwork &&
            (each.a == rank || each.b == rank || each.b == Disturbance::kAll);
   });
@@ -609,7 +611,8 @@ bool Job::ExplainsKey(absl::string_view key) {
     return words.size() == 2 && has_number && MayBeTakenForLost(number);
   }
   if (kind == "barrier" && words.size() == 3 && has_number && of_count) {
-    const bool is_late = HasFaults(Disturbance::kNetwork | Disturbance::kStore | Disturbance::kDeath);
+    const bool is_late =
+        HasFaults(Disturbance::kNetwork | Disturbance::kStore | Disturbance::kDeath);
     absl::MutexLock lock(&mu_);
     int come = 0, passed = 0;
     for (const Barriers& each : barriers_) {
@@ -640,8 +643,8 @@ bool Job::ExplainsKey(absl::string_view key) {
 
 // "group/NAME/", and then of how its ranks meet and number the start, or of that start.
 bool Job::ExplainsKeyOfGroup(absl::Span<const absl::string_view> words) const {
-  const auto starts = std::count_if(
-      plan_.actions.begin(), plan_.actions.end(), [&](const Action& action) {
+  const auto starts =
+      std::count_if(plan_.actions.begin(), plan_.actions.end(), [&](const Action& action) {
         return action.kind == Action::kAverages && words[1] == absl::StrCat("replicas", action.a);
       });
   if (words.size() < 4) return false;

@@ -181,6 +181,9 @@ class Job {
   void RegisterAverages(Worker* worker, int i);
   void RunAverages(const Action& action, int i, Process* process);
   void RunBarrier(const Action& action, int i, Process* process);
+  // Whether all workers that an error names as late do not come to the barrier any more, or not in
+  // time, for a reason.
+  bool ExplainsLate(int barrier, absl::string_view message) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // What all workers take part in, and whoever joins.
   Doing DoingOfAll(const std::string& what, const Process* process) const;
@@ -243,9 +246,11 @@ class Job {
   std::vector<std::thread> spawned_ ABSL_GUARDED_BY(mu_);
   int newcomers_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<int, Training> trained_ ABSL_GUARDED_BY(mu_);  // by Action::b
-  // One worker's barriers, that it has come to and passed.
+  // One worker's barriers, that it has come to and passed. One that has failed it comes to again,
+  // so that it comes to fewer of them; as it does if it is long in a group of which one is gone.
   struct Barriers {
     int come = 0, passed = 0;
+    bool has_failed = false, averages = false;
   };
   std::vector<Barriers> barriers_ ABSL_GUARDED_BY(mu_);
   std::map<std::string, std::shared_ptr<Rank>> ranks_ ABSL_GUARDED_BY(mu_);
