@@ -182,6 +182,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
       return false;
     }
     doing.process = owner.get();
+    const InProcess in_owner(owner->number);
     Context context = owner->worker->NewContext();
     const auto call = [&](const char* function, Tensors tensors) {
       const Deadline deadline = Deadline::After(kGroupTimeout + kTimeout);

@@ -154,6 +154,12 @@ void Job::JoinSpawned() {
 absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::string& name,
                                                          bool joins) {
   auto process = std::make_shared<Process>();
+  {
+    absl::MutexLock lock(&mu_);
+    members_.insert(name);
+    process->number = ++numbers_;
+  }
+  const InProcess in_process(process->number);
   process->host = std::make_shared<SimulatedHost>(network_);
   process->store = std::make_shared<SimulatedStore>(store_, weather_);
   WorkerOptions options{.name = name,
@@ -166,10 +172,6 @@ absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::strin
                         .thread_count = static_cast<size_t>(plan_.threads),
                         .timeout = kTimeout,
                         .heartbeat_limit = kHeartbeatLimit};
-  {
-    absl::MutexLock lock(&mu_);
-    members_.insert(name);
-  }
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
   if (!worker.ok()) return worker.status();
   process->worker = *std::move(worker);
@@ -246,6 +248,7 @@ void Job::RunGuest(const Action& action) {
   absl::StatusOr<std::shared_ptr<Process>> process = NewProcess(i, NameOf(i), /*joins=*/true);
   CheckEnd(joining, process.status(), Deadline::Never());
   if (!process.ok()) return;
+  const InProcess in_process((*process)->number);
   size_t absence;
   {
     absl::MutexLock lock(&mu_);
@@ -258,6 +261,7 @@ void Job::RunGuest(const Action& action) {
   // It often leaves while a pass of somebody else goes through it.
   if (const std::shared_ptr<Process> visitor = ProcessAt(someone); visitor != nullptr) {
     Spawn([this, someone, action, visitor] {
+      const InProcess as_visited(visitor->number);
       RunPass({Action::kPass, someone, action.b, Action::kByItself, Action::kVisit}, visitor.get());
     });
   }
@@ -268,6 +272,7 @@ void Job::RunGuest(const Action& action) {
 void Job::EndGuest(const std::string& what, int i, Process* guest) {
   const Doing leaving = DoingOfAll(what + ", leaving", guest);
   const Deadline deadline = Deadline::After(2 * kTimeout);
+  const InProcess in_process(guest->number);
   BeginAbsence(guest->worker->name());
   const absl::Status left = guest->worker->Leave(deadline);
   CheckEnd(leaving, left, deadline);
@@ -305,6 +310,8 @@ bool Job::IsDisturbed(const Doing& doing, unsigned kinds) {
   return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
     if ((each.kind & kinds) == 0 || each.until.at() < doing.since) return false;
     if (each.a == Disturbance::kAll) return true;
+    // It meets nobody else: whoever waits for that one waits with it.
+    if ((each.kind & (Disturbance::kStore | Disturbance::kThreads)) != 0) return is_of(each.a);
     return each.a != each.b && doing.workers.size() > 1 && is_of(each.a) && is_of(each.b);
   });
 }
@@ -415,6 +422,7 @@ void Job::Act(const Action& action) {
   if (action.kind == Action::kPause) return absl::SleepFor(absl::Milliseconds(action.a));
   const std::shared_ptr<Process> process = ProcessAt(action.actor);
   if (process == nullptr) return;
+  const InProcess in_process(process->number);
   switch (action.kind) {
     case Action::kProgram:
       return RunProgram(action, process.get());
@@ -449,6 +457,7 @@ void Job::Act(const Action& action) {
 void Job::ActWithAll(int i) {
   const std::shared_ptr<Process> process = ProcessAt(i);
   if (process == nullptr) return;
+  const InProcess in_process(process->number);
   for (const Action& action : plan_.actions) {
     if (action.actor != Action::kAll) continue;
     if (ProcessAt(i) != process) return;
@@ -489,7 +498,13 @@ void Job::Disturb(const Action& action) {
       if (action.c > 0) network_->Hold(AddressOf(action.b), AddressOf(action.a), later());
       return;
     case Action::kOutage: {
-      AddDisturbance({Disturbance::kStore, calm});
+      const bool is_for_all = action.a == action.b;
+      AddDisturbance({Disturbance::kStore, calm, is_for_all ? Disturbance::kAll : action.a});
+      if (!is_for_all) {
+        const std::shared_ptr<Process> process = ProcessAt(action.a);
+        if (process != nullptr) process->store->BeSilent(later());
+        return;
+      }
       absl::MutexLock lock(&weather_->mu);
       weather_->silent_until = later();
       return;
@@ -502,9 +517,12 @@ void Job::Disturb(const Action& action) {
       return Spawn([this, action] { RunGuest(action); });
     case Action::kClock:
       return MoveWallClock(int64_t{action.a} * 1000000);
-    case Action::kRefuse:
-      AddDisturbance({Disturbance::kThreads, calm});
-      return RefuseThreads(Now() + int64_t{action.c} * 1000000);
+    case Action::kRefuse: {
+      AddDisturbance({Disturbance::kThreads, calm, action.a});
+      const std::shared_ptr<Process> process = ProcessAt(action.a);
+      if (process == nullptr) return;
+      return RefuseThreads(process->number, Now() + int64_t{action.c} * 1000000);
+    }
     default:
       return;
   }
@@ -702,7 +720,7 @@ std::string Job::Run() {
   }
   JoinSpawned();
   Calm();
-  RefuseThreads(0);
+  EndRefusals();
   Note("acted", 0);
   // Those who took each other for lost find that they are not.
   if (HasFaults()) absl::SleepFor(kLongestHold + 3 * kHeartbeatLimit);
@@ -720,6 +738,7 @@ std::string Job::Run() {
         process.swap(processes_[i]);
       }
       if (process == nullptr || killed_) return;
+      const InProcess in_process(process->number);
       const absl::Status ended = process->worker->Shutdown(Deadline::After(absl::Minutes(1)));
       if (!ended.ok()) Wrong(absl::StrCat("the end of ", i, ": ", ended.ToString()));
     });

@@ -55,6 +55,7 @@ using Heard = std::map<WorkerRank, std::pair<MemberEvent, Deadline::Clock::time_
 
 // A process, as far as there is one. What comes later needs what comes before it.
 struct Process {
+  int number = 0;  // of InProcess
   std::shared_ptr<SimulatedHost> host;
   std::shared_ptr<SimulatedStore> store;
   std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_
@@ -100,8 +101,9 @@ class Job {
     }
   };
 
-  // What a fault makes fail: between two workers, between one and all others, or everywhere. And
-  // that one who joins and leaves is not there: no fault, and it explains only what names it.
+  // What a fault makes fail: between two workers, between one and all others, with one alone, or
+  // everywhere. And that one who joins and leaves is not there: no fault, and it explains only what
+  // names it.
   struct Disturbance {
     enum Kind : unsigned {
       kNetwork = 1,
@@ -244,7 +246,7 @@ class Job {
   // The runs of programs, to the end: a call may outlive its deadline.
   std::vector<std::unique_ptr<std::pair<Steps, State>>> runs_ ABSL_GUARDED_BY(mu_);
   std::vector<std::thread> spawned_ ABSL_GUARDED_BY(mu_);
-  int newcomers_ ABSL_GUARDED_BY(mu_) = 0;
+  int newcomers_ ABSL_GUARDED_BY(mu_) = 0, numbers_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<int, Training> trained_ ABSL_GUARDED_BY(mu_);  // by Action::b
   // One worker's barriers, that it has come to and passed. One that has failed it comes to again,
   // so that it comes to fewer of them; as it does if it is long in a group of which one is gone.

@@ -127,12 +127,12 @@ class Generator {
     } else if (dice == 2 && (plan_.faults & kKills) != 0) {
       Add({Action::kKill, Action::kFate, a, Below(2), Below(3) == 0 ? -1 : Below(10000)});
     } else if (dice == 3 && (plan_.faults & kStoreFaults) != 0) {
-      Add({Action::kOutage, Action::kFate, 0, 0, 1 + Below(8000)});
+      Add({Action::kOutage, Action::kFate, a, b, 1 + Below(8000)});
     } else if (dice == 4 && (plan_.faults & kClockJumps) != 0) {
       const int most = Below(2) == 0 ? 5000 : 7200000;
       Add({Action::kClock, Action::kFate, Below(2 * most) - most});
     } else if (dice == 5 && (plan_.faults & kNoThreads) != 0) {
-      Add({Action::kRefuse, Action::kFate, 0, 0, 1 + Below(3000)});
+      Add({Action::kRefuse, Action::kFate, a, 0, 1 + Below(3000)});
     }
   }
 

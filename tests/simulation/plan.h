@@ -19,10 +19,10 @@ enum Faults : unsigned {
   kCuts = 1 << 3,         // connections break
   kHolds = 1 << 4,        // nothing gets through for a while, one way or both
   kKills = 1 << 5,        // workers die, and some come back
-  kStoreFaults = 1 << 6,  // the store does not answer for a while
+  kStoreFaults = 1 << 6,  // the store does not answer for a while, all of them or one
   kHalfCuts = 1 << 7,     // one end of a connection is gone, and the other does not hear of it
   kClockJumps = 1 << 8,   // somebody sets the wall clock
-  kNoThreads = 1 << 9,    // the system starts no more threads for a while
+  kNoThreads = 1 << 9,    // the system starts no more threads of a worker for a while
   kDeafOnes = 1 << 10,    // one of several connections with a worker carries nothing any more
   kNoConnects = 1 << 11,  // connections that a worker opens fail for a while, at that end alone
   kChokedOnes = 1 << 12,  // and one takes no large packets any more
@@ -49,9 +49,9 @@ struct Action {
     kCut,       // a, b: workers; c: silently
     kHold,      // a, b: workers; c: milliseconds, negative for one way
     kKill,      // a: a worker; b: silently; c: after so many milliseconds it comes back, -1: never
-    kOutage,    // of the store; c: milliseconds
+    kOutage,    // of the store; c: milliseconds; for worker a alone, or, where b is the same, all
     kClock,     // a: milliseconds that the wall clock jumps
-    kRefuse,    // threads; c: milliseconds
+    kRefuse,    // threads of worker a; c: milliseconds
     kDeafen,    // a, b: workers
     kFailOpen,  // a: a worker, which opens connections; b: these hang; c: milliseconds
     kBurst,     // a: a worker; b: at once, or one after the other; c: so many calls that end by

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <map>
 #include <vector>
 
 #include "tests/simulation/fiber.h"
@@ -22,6 +23,7 @@ namespace {
 // The thread that has the baton is the only user of all of them.
 struct Thread {
   uint64_t id = 0;
+  int process = 0;
   char name[16] = "";
   Fiber fiber;
   bool dump = false;
@@ -44,7 +46,8 @@ struct Simulation {
   Schedule schedule;
   bool calm = false;
   uint64_t random = 0, drawn = 0;
-  int64_t wall_clock_ahead = 0, refuse_until = 0;
+  int64_t wall_clock_ahead = 0;
+  std::map<int, int64_t> refuse_until;  // by process
   Course course;
   std::vector<Thread*> live;      // not over
   std::vector<Thread*> unjoined;  // started, and not joined
@@ -248,7 +251,11 @@ void MoveWallClock(int64_t by) {
 
 int64_t WallClockAhead() { return simulation->wall_clock_ahead; }
 
-void RefuseThreads(int64_t until) { simulation->refuse_until = until; }
+InProcess::InProcess(int process) : before_(self->process) { self->process = process; }
+InProcess::~InProcess() { self->process = before_; }
+
+void RefuseThreads(int process, int64_t until) { simulation->refuse_until[process] = until; }
+void EndRefusals() { simulation->refuse_until.clear(); }
 
 MustStart::MustStart() { ++must_start; }
 MustStart::~MustStart() { --must_start; }
@@ -321,13 +328,17 @@ bool DrawSpurious(int64_t* when) {
 
 int StartThread(pthread_t* pthread, const pthread_attr_t* attributes, void* (*function)(void*),
                 void* argument) {
-  if (must_start == 0 && Now() < simulation->refuse_until) return EAGAIN;
+  const auto refused = simulation->refuse_until.find(self->process);
+  if (must_start == 0 && refused != simulation->refuse_until.end() && Now() < refused->second) {
+    return EAGAIN;
+  }
   size_t stack = Fiber::kLeastStack;
   if (attributes != nullptr) pthread_attr_getstacksize(attributes, &stack);
   if (stack < Fiber::kLeastStack)
     Report("a thread has too small a stack for a fiber", kDeadlockExit);
   auto* const thread = new Thread;
   thread->id = simulation->course.threads;
+  thread->process = self->process;
   thread->function = function;
   thread->argument = argument;
   const int error = RealLibc().create(&thread->pthread, attributes, RunThread, thread);

@@ -66,8 +66,22 @@ void Calm();
 void MoveWallClock(int64_t by);  // nanoseconds
 int64_t WallClockAhead();        // by how much it has been moved
 
-// Has the system start no threads until then but those of a MustStart. OnThread() alone.
-void RefuseThreads(int64_t until);
+// The threads that begin here, and this one meanwhile, are those of a process, whose number is not
+// 0. Those that they start are, too.
+class InProcess {
+ public:
+  explicit InProcess(int process);
+  ~InProcess();
+  InProcess(const InProcess&) = delete;
+  InProcess& operator=(const InProcess&) = delete;
+
+ private:
+  const int before_;
+};
+
+// Has the system start no threads of a process until then but those of a MustStart.
+void RefuseThreads(int process, int64_t until);
+void EndRefusals();
 class MustStart {
  public:
   MustStart();

@@ -40,6 +40,8 @@ class SimulatedStore final : public ForwardingStore {
       : ForwardingStore(std::move(store)), weather_(std::move(weather)) {}
 
   void Kill() { dead_ = true; }
+  // For this process alone, until then.
+  void BeSilent(std::chrono::steady_clock::time_point until) { silent_until_ = until; }
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
     DG_RETURN_IF_ERROR(Reach(deadline));
@@ -79,8 +81,9 @@ class SimulatedStore final : public ForwardingStore {
         absl::MutexLock lock(&weather_->mu);
         const auto now = std::chrono::steady_clock::now();
         wait = absl::Microseconds(50 + weather_->random() % 300);
-        if (weather_->silent_until <= now) break;
-        wait += absl::FromChrono(weather_->silent_until - now);
+        const auto silent_until = std::max(weather_->silent_until, silent_until_.load());
+        if (silent_until <= now) break;
+        wait += absl::FromChrono(silent_until - now);
       }
       if (dead_) break;
       if (patience.Passed()) return absl::DeadlineExceededError("the store does not answer");
@@ -93,6 +96,7 @@ class SimulatedStore final : public ForwardingStore {
 
   const std::shared_ptr<StoreWeather> weather_;
   std::atomic<bool> dead_{false};
+  std::atomic<std::chrono::steady_clock::time_point> silent_until_{{}};
 };
 
 }  // namespace distgrad

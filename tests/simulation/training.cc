@@ -342,6 +342,7 @@ void Job::RunRivals(const Action& action) {
     threads.emplace_back([&, i] {
       const std::shared_ptr<Process> process = ProcessAt(driver(i));
       if (process == nullptr) return;
+      const InProcess in_process(process->number);
       Worker* const worker = process->worker.get();
       const bool by_stages = model.divides_otherwise && i % 2 == 1;
       const auto pipeline =
