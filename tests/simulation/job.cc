@@ -342,6 +342,8 @@ bool Job::MayBeTakenForLost(int rank, Deadline::Clock::time_point since) {
     if (each.until.at() < since) return false;
     if (each.kind == Disturbance::kDeath)
       return each.a == rank || (IsGuest(rank) && IsGuest(each.a));
+    // One that cannot ask the store holds the connections of those that it does not know.
+    if (each.kind == Disturbance::kStore) return each.a == rank || each.a == Disturbance::kAll;
     return each.kind == Disturbance::kNetwork &&
            (each.a == rank || each.b == rank || each.b == Disturbance::kAll);
   });
@@ -644,7 +646,8 @@ bool Job::ExplainsKey(absl::string_view key) {
   }
   const bool is_end = kind == "shutdown" || kind == "finish";
   if (is_end || kind == "left") {
-    const bool is_rank = is_end && has_number && number < plan_.workers;
+    // In the end worker 0 alone waits.
+    const bool is_rank = has_number && number < (is_end ? plan_.workers : 1);
     return words.size() == 2 && !killed_ && (of_count || is_rank);
   }
   absl::MutexLock lock(&mu_);
