@@ -56,23 +56,24 @@ class Job::Rank {
   std::unique_ptr<GradientAverager> averager;
 };
 
-void Job::RegisterAverages(Worker* worker, int i) {
+void Job::RegisterAverages(const Process& process, int i) {
   // The payload is "SEED/STEP".
   const auto add = [&](const char* name, auto function) {
-    Must(worker->Register(name, [this, i, function](Request& r) -> absl::StatusOr<Message> {
-      const size_t slash = r.message.payload.find('/');
-      const std::string key = absl::StrCat(r.message.payload.substr(0, slash), "/", i);
-      std::shared_ptr<Rank> rank;
-      {
-        absl::MutexLock lock(&mu_);
-        const auto found = ranks_.find(key);
-        if (found != ranks_.end()) rank = found->second;
-      }
-      if (rank == nullptr) return absl::NotFoundError(absl::StrCat("there is no rank ", key));
-      const uint64_t seed = std::stoull(r.message.payload.substr(0, slash));
-      const int step = std::stoi(r.message.payload.substr(slash + 1));
-      return function(*rank, StepOfRank(seed, i, step), r);
-    }));
+    Must(process.worker->Register(
+        name, [this, i, number = process.number, function](Request& r) -> absl::StatusOr<Message> {
+          const size_t slash = r.message.payload.find('/');
+          const std::string key = absl::StrCat(r.message.payload.substr(0, slash), "/", number);
+          std::shared_ptr<Rank> rank;
+          {
+            absl::MutexLock lock(&mu_);
+            const auto found = ranks_.find(key);
+            if (found != ranks_.end()) rank = found->second;
+          }
+          if (rank == nullptr) return absl::NotFoundError(absl::StrCat("there is no rank ", key));
+          const uint64_t seed = std::stoull(r.message.payload.substr(0, slash));
+          const int step = std::stoi(r.message.payload.substr(slash + 1));
+          return function(*rank, StepOfRank(seed, i, step), r);
+        }));
   };
   add("replica", [](Rank& rank, const StepOfRank& step, Request& r) -> absl::StatusOr<Message> {
     return Message{"", {step.Compute(r.message.tensors.at(0), rank.parameters)}};
@@ -160,7 +161,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
     if (at::allclose(rank->parameters[k], Constant(0.3 * (k + 1)))) continue;
     Wrong(absl::StrCat(what, ": parameter ", k, " is not that of rank 0"));
   }
-  const std::string key = absl::StrCat(action.a, "/", i);
+  const std::string key = absl::StrCat(action.a, "/", process->number);
   {
     absl::MutexLock lock(&mu_);
     ranks_[key] = rank;

@@ -41,6 +41,8 @@ constexpr absl::Duration kSlack = absl::Seconds(5);
 // it is lost. And the clock has a count of them.
 constexpr long kMostTimers = 5 + 1;
 constexpr absl::Duration kLongestHold = absl::Seconds(8);
+// A process that is stopped for no longer is silent for less than four fifths of the limit.
+constexpr absl::Duration kUnnoticed = absl::Seconds(2);
 // From the end of a fault until nothing fails of it any more: it is noticed within the limit, by
 // one end after the other. Of a dead connection for large packets the answers are waited for twice
 // as long (docs/membership.md, "Heartbeats").
@@ -194,7 +196,7 @@ void Job::RegisterAll(Process* process, int i) {
   RegisterCalls(worker, i);
   RegisterTraining(process);
   if (!IsGuest(i)) {
-    RegisterAverages(worker, i);
+    RegisterAverages(*process, i);
     RegisterPipelines(process, i);
   }
   if (i <= kNewcomer) Must(DistributedFrame::Register(*worker, i));
@@ -239,6 +241,81 @@ void Job::ComeBack(const Action& action) {
     if (started.ok()) disturbances_[death].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
   }
   CheckEnd(doing, started, Deadline::Never());
+}
+
+// As SIGSTOP does. What it does later, and what the others do then, must not be of any harm.
+void Job::StopWorker(const Action& action) {
+  const std::shared_ptr<Process> process = ProcessAt(action.a);
+  if (process == nullptr) return;
+  const auto lasts = absl::Milliseconds(action.c);
+  if (lasts > kUnnoticed) {
+    AddDisturbance(
+        {Disturbance::kNetwork, Deadline::After(lasts + kCalmLimits * kHeartbeatLimit), action.a});
+  }
+  StopProcess(process->number, Now() + absl::ToInt64Nanoseconds(lasts));
+  if (action.b < 0) return;
+  Spawn([this, action, process, resumed = Deadline::After(lasts)] {
+    StartElsewhere(action, process, resumed);
+  });
+}
+
+void Job::StartElsewhere(const Action& action, const std::shared_ptr<Process>& old,
+                         Deadline resumed) {
+  absl::SleepFor(absl::Milliseconds(action.b));
+  size_t death;
+  {
+    absl::MutexLock lock(&mu_);
+    if (processes_[action.a] != old || !coming_back_.insert(action.a).second) return;
+    ever_killed_.insert(action.a);
+    death = disturbances_.size();
+    disturbances_.push_back({Disturbance::kDeath, Deadline::Never(), action.a});
+  }
+  started_elsewhere_ = old->is_over = true;
+  NoteDeath(*old, Deadline::Never());
+  const Doing doing{absl::StrCat(Text(action), ", starting elsewhere"), nullptr, {action.a}};
+  const absl::Status started = StartWorker(action.a, /*is_first=*/false);
+  {
+    absl::MutexLock lock(&mu_);
+    coming_back_.erase(action.a);
+    if (started.ok()) disturbances_[death].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
+  }
+  CheckEnd(doing, started, Deadline::Never());
+  if (!started.ok()) {
+    killed_ = true;  // whether the old one is still a member is not known
+    return;
+  }
+  absl::SleepFor(resumed.Left() + absl::Milliseconds(Draw() % 3000));
+  CheckIsOver(action.a, old.get());
+}
+
+void Job::CheckIsOver(int i, Process* old) {
+  const InProcess in_process(old->number);
+  const uint64_t first = Draw();
+  for (uint64_t k = 0; k < 3; ++k) {
+    const uint64_t which = (first + k) % 3;
+    const Doing doing = DoingOfAll(absl::StrCat(NameOf(i), ", started elsewhere, calls ",
+                                                which == 0   ? "Barrier()"
+                                                : which == 1 ? "Leave()"
+                                                             : "Shutdown()"),
+                                   old);
+    const Deadline deadline = Deadline::After(kTimeout);
+    absl::Status status;
+    if (which == 0) {
+      {
+        absl::MutexLock lock(&mu_);
+        barriers_[i].come = std::max(barriers_[i].come, barriers_[i].passed + 1);
+      }
+      status = old->worker->Barrier(deadline);
+    } else {
+      status = which == 1 ? old->worker->Leave(deadline) : old->worker->Shutdown(deadline);
+    }
+    Note(absl::StrCat(doing.what, ": ", status.ToString()).c_str(), which);
+    if (old->is_dead) return;
+    const bool says_so = absl::IsFailedPrecondition(status) &&
+                         absl::StrContains(status.message(), "the worker has come back since");
+    if (says_so || (!status.ok() && IsDisturbed(doing, Disturbance::kStore))) continue;
+    Wrong(absl::StrCat(doing.what, ", and that gives ", status.ToString()));
+  }
 }
 
 // A worker that joins, calls the others, is called, and leaves.
@@ -360,7 +437,9 @@ void Job::CheckEnd(const Doing& doing, const absl::Status& status, Deadline dead
   Note(absl::StrCat("ended: ", doing.what, ": ", status.ToString()).c_str(),
        static_cast<uint64_t>(status.code()));
   if (!deadline.is_never()) {
-    const auto late = absl::FromChrono(Deadline::Clock::now() - deadline.at());
+    // Whoever is stopped sees nothing of the time.
+    const auto late = std::min(absl::FromChrono(Deadline::Clock::now() - deadline.at()),
+                               absl::Nanoseconds(Now() - LastStopOfProcess()));
     if (late > kSlack) {
       Wrong(absl::StrCat(doing.what, ": ended ", absl::FormatDuration(late),
                          " after its deadline, with ", status.ToString()));
@@ -382,6 +461,12 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
   const bool is_dead = (doing.process != nullptr && doing.process->is_dead) ||
                        (terms.anywhere && IsDisturbed(doing, Disturbance::kDeath));
   if (is_dead && (says("this worker is shutting down") || says("this process is dead"))) return "";
+  // Of one whose worker has been started elsewhere the others take nothing any more.
+  if (doing.process != nullptr && doing.process->is_over &&
+      (code == Code::kUnavailable || code == Code::kFailedPrecondition ||
+       code == Code::kCancelled)) {
+    return "";
+  }
   if (terms.ending == Action::kByDeadline && code == Code::kDeadlineExceeded) return "";
   // A handler's own nested call hears of it as a cancel.
   if (terms.ending != Action::kByItself && code == Code::kCancelled) return "";
@@ -403,7 +488,7 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
     case Code::kNotFound:
       if (NamesAbsent(doing, status.message())) return "";
       // A worker that has just come back, or has none of what it had before.
-      if ((says("no such function") || says("has no gradient")) &&
+      if ((says("no such function") || says("has no gradient") || says("there is no rank")) &&
           IsDisturbed(doing, Disturbance::kDeath)) {
         return "";
       }
@@ -515,6 +600,8 @@ void Job::Disturb(const Action& action) {
       KillWorker(action.a, action.b != 0);
       if (action.c >= 0) Spawn([this, action] { ComeBack(action); });
       return;
+    case Action::kStop:
+      return StopWorker(action);
     case Action::kGuest:
       return Spawn([this, action] { RunGuest(action); });
     case Action::kClock:
@@ -648,7 +735,8 @@ bool Job::ExplainsKey(absl::string_view key) {
   if (is_end || kind == "left") {
     // In the end worker 0 alone waits.
     const bool is_rank = has_number && number < (is_end ? plan_.workers : 1);
-    return words.size() == 2 && !killed_ && (of_count || is_rank);
+    const bool is_asked_for = !killed_ || (started_elsewhere_ && kind == "shutdown");
+    return words.size() == 2 && is_asked_for && (of_count || is_rank);
   }
   absl::MutexLock lock(&mu_);
   if (kind == "worker") {

@@ -61,6 +61,7 @@ struct Process {
   std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_
   bool is_first = false;         // it has been there from the start
   std::atomic<bool> is_dead{false};
+  std::atomic<bool> is_over{false};  // its worker has been started elsewhere
   Tensors weights;  // that are trained, also by a handler that the worker's end finds
   std::shared_ptr<Worker> worker;
   std::weak_ptr<const void> timers;  // counts those of the worker's clock, and the clock
@@ -138,6 +139,10 @@ class Job {
   void RegisterAll(Process* process, int i);
   void KillWorker(int i, bool silently);
   void ComeBack(const Action& action);
+  void StopWorker(const Action& action);
+  void StartElsewhere(const Action& action, const std::shared_ptr<Process>& old, Deadline resumed);
+  // Checks that one whose worker has been started elsewhere learns that, and has no say any more.
+  void CheckIsOver(int i, Process* old);
   void RunGuest(const Action& action);
   void EndGuest(const std::string& what, int i, Process* guest);
   // Returns which of the disturbances it is, for EndAbsence(): from now on it may be called.
@@ -147,7 +152,8 @@ class Job {
   // members.cc
   void RunWatch(Process* process);
   void Hear(const std::string& who, Heard* heard, const MemberEvent& event);
-  void NoteDeath(const Process& process);
+  // From then on nobody hears that it has joined; in the end nobody believes that it has, whenever.
+  void NoteDeath(const Process& process, Deadline when = Deadline::After(absl::ZeroDuration()));
   // Checks that nobody who has a callback for members has heard last of a dead one that it joined.
   void CheckHeard();
 
@@ -180,7 +186,7 @@ class Job {
   // averages.cc
   // Whether one of the ranks of a group has ever been killed.
   bool LacksOne(int size);
-  void RegisterAverages(Worker* worker, int i);
+  void RegisterAverages(const Process& process, int i);
   void RunAverages(const Action& action, int i, Process* process);
   void RunBarrier(const Action& action, int i, Process* process);
   // Whether all workers that an error names as late do not come to the barrier any more, or not in
@@ -230,12 +236,13 @@ class Job {
   std::map<int, std::unique_ptr<PipelineModel>> pipelines_;  // by Action::a
   // Whether a worker was killed, or was killed in silence.
   std::atomic<bool> killed_{false}, killed_silently_{false};
+  std::atomic<bool> started_elsewhere_{false};
   bool has_newcomers_ = false;
 
   absl::Mutex mu_;
   std::vector<std::shared_ptr<Process>> processes_ ABSL_GUARDED_BY(mu_);  // null: dead
   std::set<int> coming_back_ ABSL_GUARDED_BY(mu_);
-  std::set<int> ever_killed_ ABSL_GUARDED_BY(mu_);
+  std::set<int> ever_killed_ ABSL_GUARDED_BY(mu_);  // or started elsewhere
   std::map<std::pair<WorkerRank, Incarnation>, Deadline::Clock::time_point> died_
       ABSL_GUARDED_BY(mu_);
   std::string wrong_ ABSL_GUARDED_BY(mu_);

@@ -138,12 +138,14 @@ int simulated_pthread_mutex_lock(pthread_mutex_t* mutex) {
   MaybeYield();
   int error;
   while ((error = pthread_mutex_trylock(mutex)) == EBUSY) Block(Wait::kMutex, mutex, kNever);
+  if (error == 0) CountLock(1);
   return error;
 }
 
 int simulated_pthread_mutex_unlock(pthread_mutex_t* mutex) {
   const int error = DG_REAL(pthread_mutex_unlock)(mutex);
   if (OnThread()) {
+    CountLock(-1);
     Wake(Wait::kMutex, mutex, INT32_MAX);
     MaybeYield();
   }
@@ -154,12 +156,14 @@ namespace {
 
 int WaitFor(pthread_cond_t* condition, pthread_mutex_t* mutex, int64_t until, bool wall = false) {
   DG_REAL(pthread_mutex_unlock)(mutex);
+  CountLock(-1);
   Wake(Wait::kMutex, mutex, INT32_MAX);
   int64_t when = kNever;
   const bool spurious = DrawSpurious(&when) && when < until;
   const bool woken = Block(Wait::kCondition, condition, spurious ? when : until, wall && !spurious);
   int error;
   while ((error = pthread_mutex_trylock(mutex)) == EBUSY) Block(Wait::kMutex, mutex, kNever);
+  CountLock(1);
   return woken || spurious ? error : ETIMEDOUT;
 }
 
@@ -200,6 +204,7 @@ int simulated_pthread_rwlock_rdlock(pthread_rwlock_t* lock) {
   if (!OnThread()) return DG_REAL(pthread_rwlock_rdlock)(lock);
   int error;
   while ((error = pthread_rwlock_tryrdlock(lock)) == EBUSY) Block(Wait::kLock, lock, kNever);
+  if (error == 0) CountLock(1);
   return error;
 }
 
@@ -207,12 +212,16 @@ int simulated_pthread_rwlock_wrlock(pthread_rwlock_t* lock) {
   if (!OnThread()) return DG_REAL(pthread_rwlock_wrlock)(lock);
   int error;
   while ((error = pthread_rwlock_trywrlock(lock)) == EBUSY) Block(Wait::kLock, lock, kNever);
+  if (error == 0) CountLock(1);
   return error;
 }
 
 int simulated_pthread_rwlock_unlock(pthread_rwlock_t* lock) {
   const int error = DG_REAL(pthread_rwlock_unlock)(lock);
-  if (OnThread()) Wake(Wait::kLock, lock, INT32_MAX);
+  if (OnThread()) {
+    CountLock(-1);
+    Wake(Wait::kLock, lock, INT32_MAX);
+  }
   return error;
 }
 
@@ -223,8 +232,12 @@ int simulated_pthread_once(pthread_once_t* once, void (*function)()) {
     Block(Wait::kOnce, once, kNever);
   }
   struct Mark {
-    explicit Mark(const void* the_once) : once(the_once) { OnceRunning().push_back(once); }
+    explicit Mark(const void* the_once) : once(the_once) {
+      OnceRunning().push_back(once);
+      CountLock(1);
+    }
     ~Mark() {
+      CountLock(-1);
       OnceRunning().erase(std::find(OnceRunning().begin(), OnceRunning().end(), once));
       Wake(Wait::kOnce, once, INT32_MAX);
     }
@@ -350,9 +363,12 @@ void WrapAbslUnlock(void*) __asm__("__wrap__ZN4absl12lts_202206235Mutex6UnlockEv
 void WrapAbslLock(void* mutex) {
   if (OnThread()) MaybeYield();
   RealAbslLock(mutex);
+  if (OnThread()) CountLock(1);
 }
 void WrapAbslUnlock(void* mutex) {
   RealAbslUnlock(mutex);
-  if (OnThread()) MaybeYield();
+  if (!OnThread()) return;
+  CountLock(-1);
+  MaybeYield();
 }
 }

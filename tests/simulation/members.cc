@@ -31,12 +31,12 @@ void Job::RunWatch(Process* process) {
   });
 }
 
-void Job::NoteDeath(const Process& process) {
+void Job::NoteDeath(const Process& process, Deadline when) {
   const WorkerRank rank = process.worker->rank();
   for (const Member& member : process.worker->members()) {
     if (member.rank != rank) continue;
     absl::MutexLock lock(&mu_);
-    died_.emplace(std::pair(rank, member.incarnation), Deadline::Clock::now());
+    died_.emplace(std::pair(rank, member.incarnation), when.at());
   }
 }
 
@@ -62,7 +62,8 @@ void Job::Hear(const std::string& who, Heard* heard, const MemberEvent& event) {
       is_legal = last.kind == Kind::kJoined && is_same;
     } else if (is_same) {
       const auto died = died_.find({event.rank, event.incarnation});
-      const bool was_dead = died != died_.end() && absl::FromChrono(at - died->second) > kTurn;
+      const bool was_dead =
+          died != died_.end() && died->second < at && absl::FromChrono(at - died->second) > kTurn;
       is_legal = last.kind == Kind::kLost && !was_dead;
     } else {
       is_legal = last.kind != Kind::kJoined && event.incarnation > last.incarnation;

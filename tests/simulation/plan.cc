@@ -80,6 +80,8 @@ class Generator {
     if (looks && (allowed & kPreemption) != 0) Look();
     const bool steps = one_in(6);
     if (steps && (allowed & kStalls) != 0 && (allowed & kPreemption) != 0) TakeSteps();
+    const bool stops = one_in(6);
+    if (stops && harmful && (allowed & kStops) != 0) Stop();
   }
 
  private:
@@ -244,6 +246,16 @@ class Generator {
     AddFirst({{Action::kFailOpen, Action::kFate, AnyWorker(), fault == kHangs, 1 + Below(100)}});
   }
 
+  // A process that stands still for less than the heartbeat limit, or for longer. Its worker may be
+  // started elsewhere meanwhile, or when it has gone on.
+  void Stop() {
+    plan_.faults |= kStops;
+    const int lasts = Below(2) == 0 ? 1 + Below(2000) : 3000 + Below(6000);
+    const int back = Below(2) == 0 ? -1 : Below(8000);
+    AddFirst({{Action::kPause, Action::kFate, Below(3000)},
+              {Action::kStop, Action::kFate, AnyWorker(), back, lasts}});
+  }
+
   void Add(Action action) { plan_.actions.push_back(action); }
   void AddFirst(const std::vector<Action>& actions) {
     plan_.actions.insert(plan_.actions.begin(), actions.begin(), actions.end());
@@ -259,7 +271,8 @@ constexpr absl::string_view kNames[] = {
     "program",  "call",    "pass",  "update",         "train",  "pipeline",
     "averages", "barrier", "guest", "pause",          "cut",    "hold",
     "kill",     "outage",  "clock", "refuse-threads", "deafen", "fail-to-connect",
-    "burst",    "crowd",   "choke", "await",          "watch",  "look"};
+    "burst",    "crowd",   "choke", "await",          "watch",  "look",
+    "stop"};
 static_assert(std::size(kNames) == Action::kKinds);
 
 // Reads what Text() has written.

@@ -27,7 +27,8 @@ enum Faults : unsigned {
   kNoConnects = 1 << 11,  // connections that a worker opens fail for a while, at that end alone
   kChokedOnes = 1 << 12,  // and one takes no large packets any more
   kHangs = 1 << 13,       // connections that a worker opens are never there, nor do they fail
-  kAllFaults = (1 << 14) - 1,
+  kStops = 1 << 14,       // a process stands still, perhaps while its worker is started elsewhere
+  kAllFaults = (1 << 15) - 1,
   kHarmless = kSlowPackets | kStalls | kPreemption | kClockJumps,  // nothing may fail for these
 };
 
@@ -61,6 +62,8 @@ struct Action {
     kAwait,     // a: a worker; c: milliseconds that an answer is waited for which does not come
     kWatch,     // Worker::OnMember
     kLook,      // a: a seed of passes; b: threads that look on; c: so often each
+    kStop,  // a: a worker; c: milliseconds until its process goes on; b: after so many the worker
+            // is started elsewhere, -1: never
     kKinds
   } kind;
   // The functions; kUntil runs until no caller waits for it any more.

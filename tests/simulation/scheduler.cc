@@ -23,7 +23,7 @@ namespace {
 // The thread that has the baton is the only user of all of them.
 struct Thread {
   uint64_t id = 0;
-  int process = 0;
+  int process = 0, locks = 0;
   char name[16] = "";
   Fiber fiber;
   bool dump = false;
@@ -47,7 +47,7 @@ struct Simulation {
   bool calm = false;
   uint64_t random = 0, drawn = 0;
   int64_t wall_clock_ahead = 0;
-  std::map<int, int64_t> refuse_until;  // by process
+  std::map<int, int64_t> refuse_until, stopped_until;  // by process
   Course course;
   std::vector<Thread*> live;      // not over
   std::vector<Thread*> unjoined;  // started, and not joined
@@ -136,6 +136,14 @@ void OnBaton() {
   _exit(code);
 }
 
+// When a thread may go on, as far as its process may.
+int64_t StoppedUntil(const Thread& thread) {
+  const std::map<int, int64_t>& until = simulation->stopped_until;
+  if (until.empty() || thread.locks > 0) return 0;
+  const auto found = until.find(thread.process);
+  return found == until.end() ? 0 : found->second;
+}
+
 Thread* Pick() {
   Simulation& s = *simulation;
   static std::vector<Thread*> eligible;
@@ -152,10 +160,11 @@ Thread* Pick() {
         }
         thread->ready = thread->timed_out = true;
       }
-      if (thread->not_before <= now) {
+      const int64_t not_before = std::max(thread->not_before, StoppedUntil(*thread));
+      if (not_before <= now) {
         eligible.push_back(thread);
       } else {
-        next = std::min(next, thread->not_before);
+        next = std::min(next, not_before);
       }
     }
     if (eligible.empty()) {
@@ -254,6 +263,13 @@ int64_t WallClockAhead() { return simulation->wall_clock_ahead; }
 InProcess::InProcess(int process) : before_(self->process) { self->process = process; }
 InProcess::~InProcess() { self->process = before_; }
 
+void StopProcess(int process, int64_t until) { simulation->stopped_until[process] = until; }
+
+int64_t LastStopOfProcess() {
+  const auto found = simulation->stopped_until.find(self->process);
+  return found == simulation->stopped_until.end() ? 0 : std::min(found->second, Now());
+}
+
 void RefuseThreads(int process, int64_t until) { simulation->refuse_until[process] = until; }
 void EndRefusals() { simulation->refuse_until.clear(); }
 
@@ -314,7 +330,10 @@ void Yield() {
   Switch();
 }
 
+void CountLock(int by) { self->locks = std::max(0, self->locks + by); }
+
 void MaybeYield() {
+  if (StoppedUntil(*self) > Now()) return Yield();
   const uint32_t one_in = simulation->schedule.preempt_one_in;
   if (one_in != 0 && !simulation->calm && Draw() % one_in == 0) Yield();
 }

@@ -79,6 +79,12 @@ class InProcess {
   const int before_;
 };
 
+// Has the threads of a process stand still until then, as SIGSTOP does; but each that has locks
+// gives them back first, for others may need them: a simulated process shares some with the
+// simulation.
+void StopProcess(int process, int64_t until);
+int64_t LastStopOfProcess();  // when this thread's process went on last; 0: it was never stopped
+
 // Has the system start no threads of a process until then but those of a MustStart.
 void RefuseThreads(int process, int64_t until);
 void EndRefusals();
@@ -109,8 +115,10 @@ inline constexpr int64_t kNever = INT64_MAX;
 bool Block(Wait wait, const void* what, int64_t until, bool wall = false);
 // Returns how many it woke.
 int Wake(Wait wait, const void* what, int most);
-// Lets others go first, perhaps.
+// Lets others go first, perhaps; and if the process is stopped, which a thread with locks is not
+// yet.
 void MaybeYield();
+void CountLock(int by);  // that this thread has taken or given back
 void Yield();
 // Whether this wait for a condition variable ends for no reason, and when.
 bool DrawSpurious(int64_t* when);

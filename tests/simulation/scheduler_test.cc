@@ -152,6 +152,40 @@ std::string Tids() {
   return first == second && first == syscall(SYS_gettid) ? "one" : "several";
 }
 
+// A process that is stopped for an hour: how often its threads, and this one, have gone on in the
+// half of it.
+std::string Stopped() {
+  std::mutex mu;
+  int locked = 0, unlocked = 0;
+  std::thread a, b;
+  {
+    const InProcess in_process(1);
+    a = std::thread([&] {
+      for (int i = 0; i < 10; ++i) {
+        std::lock_guard<std::mutex> lock(mu);
+        absl::SleepFor(absl::Minutes(6));
+        ++locked;
+      }
+    });
+    b = std::thread([&] {
+      for (int i = 0; i < 10; ++i, ++unlocked) absl::SleepFor(absl::Minutes(6));
+    });
+  }
+  absl::SleepFor(absl::Minutes(1));
+  StopProcess(1, Now() + int64_t{3600} * 1000000000);
+  absl::SleepFor(absl::Minutes(30));
+  std::string counts;
+  {
+    std::lock_guard<std::mutex> lock(mu);  // which is free
+    counts = absl::StrCat(locked, " with a lock, ", unlocked, " without");
+  }
+  const int64_t own = LastStopOfProcess();
+  a.join();
+  b.join();
+  return absl::StrCat(counts, "; ", locked, " and ", unlocked, " in the end",
+                      own == 0 ? "" : "; this one was stopped, too");
+}
+
 std::string Scenario(absl::string_view order, Course* course) {
   const std::vector<absl::string_view> words = absl::StrSplit(order, ' ');
   const absl::string_view name = words[0];
@@ -168,6 +202,7 @@ std::string Scenario(absl::string_view order, Course* course) {
   if (name == "hours") result = Hours();
   if (name == "tids") result = Tids();
   if (name == "locals") result = ThreadLocals();
+  if (name == "stopped") result = Stopped();
   if (name == "random") result = absl::StrCat(std::random_device()());
   *course = End();
   return result;
@@ -243,6 +278,14 @@ TEST_F(SchedulerTest, TimeIsThatOfTheSimulation) {
     EXPECT_EQ(runner->Run(absl::StrCat("hours ", seed)).wrong, "") << "seed " << seed;
   }
   EXPECT_LT(Steady::now() - begin, std::chrono::hours(1));
+}
+
+TEST_F(SchedulerTest, AProcessThatIsStoppedGivesItsLocksBackAndGoesOnLater) {
+  for (int seed = 0; seed < 10; ++seed) {
+    const Outcome outcome = runner->Run(absl::StrCat("stopped ", seed));
+    EXPECT_EQ(outcome.wrong, "1 with a lock, 0 without; 10 and 10 in the end") << "seed " << seed;
+    EXPECT_GT(outcome.course.time, int64_t{2 * 3600 - 7 * 60} * 1000000000) << "seed " << seed;
+  }
 }
 
 TEST_F(SchedulerTest, ChanceIsTheSeeds) {
