@@ -552,6 +552,11 @@ absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadl
   return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
 }
 
+void Membership::NoteOwnEntry(const Store::Value& entry) {
+  const auto now = DecodeWorkerInfo(entry.value_or(""), self_.rank);
+  if (now.ok() && now->incarnation > self_.incarnation) is_over_ = true;
+}
+
 absl::Status Membership::Replaced() const {
   return absl::FailedPreconditionError(
       absl::StrCat("this incarnation of worker '", self_.name, "' (", self_.rank,
@@ -600,21 +605,24 @@ void Membership::MarkAlive(WorkerRank member, Incarnation incarnation) {
 bool Membership::Say(const std::string& key, const std::string& value,
                      absl::FunctionRef<bool(const Store::Value&)> is_wanted) {
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
+  const std::string keys[] = {key, EntryKey(self_.rank)};
   std::optional<Store::Value> before;  // what was there when it was said for the first time
   absl::Duration pause = kFirstPause;
   const auto go_on = [&]() -> absl::Status {
     if (next == kAsk) {
-      auto said = TryGet(*store_, key, absl::InfinitePast());
-      if (!said.ok()) return said.status();
-      if (before.has_value() && *said == value) {
+      DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values,
+                          store_->GetEach(keys, absl::InfinitePast()));
+      Store::Value& said = values[0];
+      NoteOwnEntry(values[1]);
+      if (before.has_value() && said == value) {
         next = kRing;  // it came there, and the answer did not
         return absl::OkStatus();
       }
       // What somebody has said since may be the answer to what came there. (A member that had
       // denied an earlier loss, and denies this one, leaves what was there before.)
-      const bool is_answered = before.has_value() && *said != *before;
-      next = !is_answered && is_wanted(*said) ? kSay : kDone;
-      before = *std::move(said);
+      const bool is_answered = before.has_value() && said != *before;
+      next = !is_answered && is_wanted(said) ? kSay : kDone;
+      before = std::move(said);
       return absl::OkStatus();
     }
     if (next == kSay) {
@@ -651,6 +659,9 @@ void Membership::Announce(const LostMember& lost) {
       absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason));
   Say(LostKey(rank), words, [&](const Store::Value& entry) {
     if (LossOf(lost.worker, entry).is_lost) return false;  // mostly another has said it
+    // Of one whose worker has come back the others refuse each connection: so it finds all of them
+    // lost.
+    if (is_over_) return false;
     absl::MutexLock lock(&mu_);
     const auto still = lost_.find(rank);
     if (still == lost_.end() || still->second.lost.worker.incarnation != lost.worker.incarnation) {

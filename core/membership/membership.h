@@ -174,6 +174,8 @@ class Membership {
   // which was slow, or went on when it was over, unless this one leaves. kFailedPrecondition if it
   // is of a later one.
   absl::Status CheckOwnEntry(const Store::Value& entry, Deadline deadline);
+  // Notes whether that entry is of a later incarnation. Changes nothing in the store.
+  void NoteOwnEntry(const Store::Value& entry);
   // The error of an incarnation that is over.
   absl::Status Replaced() const;
   // Wakes all workers that wait in a barrier: the members are others now.

@@ -757,6 +757,17 @@ TEST_F(ReplacedTest, ItDoesNotTakeBackThatTheNextOneHasCome) {
   other.join();
 }
 
+// The others refuse its connections, so that it finds all of them lost.
+TEST_F(ReplacedTest, ItTakesNobodyForLost) {
+  const WorkerInfo other = *members_[0]->Find("worker0", Later());
+  ASSERT_TRUE(store_->Set("lost/0", "", Later()).ok());  // an earlier loss was denied
+  ASSERT_TRUE(old().MarkLost(other, "it refused the connection"));
+  while (!old().LossesOf({other})->are_all_said) std::this_thread::yield();
+  const absl::StatusOr<Membership::Losses> losses = members_[0]->LossesOf({other});
+  ASSERT_TRUE(losses.ok()) << losses.status();
+  EXPECT_TRUE(losses->lost.empty());
+}
+
 // It had passed the test of its entry when the next one came.
 TEST_F(ReplacedTest, WhatItWritesLateDoesNotStay) {
   before_.left = true;
@@ -1131,7 +1142,7 @@ class LateAnswerStore final : public ForwardingStore {
   using ForwardingStore::ForwardingStore;
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     auto values = ForwardingStore::GetEach(keys, deadline);
-    if (keys.size() == 1 && keys[0] == "lost/1" && holds.exchange(false)) {
+    if (!keys.empty() && keys[0] == "lost/1" && holds.exchange(false)) {
       held.Notify();
       go_on.WaitForNotification();
     }
