@@ -214,10 +214,15 @@ void Job::KillWorker(int i, bool silently) {
     }
   }
   if (process == nullptr) return;
-  killed_ = process->is_dead = true;
+  killed_ = true;
   if (silently) killed_silently_ = true;
   Note("kill", i);
   NoteDeath(*process);
+  EndProcess(process.get(), silently);
+}
+
+void Job::EndProcess(Process* process, bool silently) {
+  process->is_dead = true;
   network_->Kill(process->host->address(), silently);
   groups_.Kill(process->host->address(), silently);
   process->store->Kill();
@@ -286,6 +291,10 @@ void Job::StartElsewhere(const Action& action, const std::shared_ptr<Process>& o
   }
   absl::SleepFor(resumed.Left() + absl::Milliseconds(Draw() % 3000));
   CheckIsOver(action.a, old.get());
+  absl::SleepFor(absl::Milliseconds(Draw() % 5000));
+  // Who has not heard of the new one may talk with the old one to the end.
+  AddDisturbance({Disturbance::kDeath, Deadline::After(kCalmLimits * kHeartbeatLimit), action.a});
+  EndProcess(old.get(), /*silently=*/false);
 }
 
 void Job::CheckIsOver(int i, Process* old) {

@@ -138,6 +138,7 @@ class Job {
   absl::Status StartWorker(int i, bool is_first);
   void RegisterAll(Process* process, int i);
   void KillWorker(int i, bool silently);
+  void EndProcess(Process* process, bool silently);
   void ComeBack(const Action& action);
   void StopWorker(const Action& action);
   void StartElsewhere(const Action& action, const std::shared_ptr<Process>& old, Deadline resumed);
