@@ -666,7 +666,12 @@ void Job::CheckNothingIsLeft() {
 void Job::CheckTimers() {
   for (int i = 0; i < plan_.workers; ++i) {
     const std::shared_ptr<Process> process = ProcessAt(i);
-    if (process == nullptr || process->timers.use_count() <= kMostTimers) continue;
+    if (process == nullptr) continue;
+    // One that fires just now counts until what it does is done, which may set it again.
+    for (int k = 0; k < 10 && process->timers.use_count() > kMostTimers; ++k) {
+      absl::SleepFor(absl::Milliseconds(1));
+    }
+    if (process->timers.use_count() <= kMostTimers) continue;
     Wrong(absl::StrCat(NameOf(i), " has ", process->timers.use_count() - 1,
                        " timers, and nothing that it waits for"));
   }
