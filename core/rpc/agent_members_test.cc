@@ -578,6 +578,29 @@ TEST_F(PlayedPeerTest, ARefusedCallTakesNoTimeFromThePeer) {
   EXPECT_FALSE(x_.service.HasUnreachable(1));
 }
 
+// So is its silence, though other connections' is counted all along.
+TEST_F(PlayedPeerTest, TheSilenceOfAConnectionBeginsWhenItIsOpened) {
+  std::vector<Future<std::string>> own;
+  do {
+    own.push_back(x_.Call(0, "keep"));
+  } while (!own.back().Done());
+  const Played other = {std::make_shared<TestEnd>(), nullptr};
+  const auto connection = peer_->Connect(x_.info.address, other.end);
+  ASSERT_TRUE(connection.ok()) << connection.status();
+  ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  for (int i = 0; i < 4; ++i) clock_.Advance(kLimit / 5);
+  x_.agent->WatchMembers(/*late=*/false);
+  clock_.Advance(absl::Seconds(1));
+  const Played opened = AwaitAccepted(0);
+  opened.end->AwaitHello();
+  clock_.Advance(kLimit / 5);
+  opened.Send(FrameKind::kPing);
+  while (opened.end->Count(FrameKind::kPong) == 0 && !x_.service.HasUnreachable(1)) {
+    std::this_thread::yield();
+  }
+  EXPECT_FALSE(x_.service.HasUnreachable(1));
+}
+
 // It has opened no connection itself.
 TEST_F(PlayedPeerTest, WhoIsOnlyConnectedToAsksItsPeerTooAndGivesItUp) {
   const Played opened = Connect({});

@@ -700,6 +700,8 @@ void LinkTable::Beat() {
     for (const auto& [number, entry] : links_) {
       if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
       const Link& link = *entry.link;
+      // One that a refused call has made is not open, and nobody is silent there.
+      if (link.kind() == Link::Kind::kOpened && !link.is_bulk() && IsUntouched(link)) continue;
       readings.push_back({.link = number,
                           .peer = link.peer(),
                           .heard = link.heard(),
