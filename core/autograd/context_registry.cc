@@ -20,9 +20,13 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
   absl::MutexLock lock(&mu_);
   if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
   DG_RETURN_IF_ERROR(WhyGone(id));
+  if (comes_back_) {
+    if (edge != 0) Remember(id, Gone::kCameEarly);
+    return OlderError(id);
+  }
   size_t& count = of_origin_[MakerOf(id)];
   if (count >= most_) {
-    if (edge != 0) Remember(id, Gone::kRefused);
+    if (edge != 0) Remember(id, Gone::kTooMany);
     return absl::ResourceExhaustedError(absl::StrCat(count, " contexts of worker ", MakerOf(id),
                                                      " are open here; limit contexts_per_peer is ",
                                                      most_));
@@ -35,15 +39,41 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
 
 absl::Status ContextRegistry::WhyGone(ContextId id) const {
   const auto gone = gone_.find(id);
-  if (gone != gone_.end() && gone->second == Gone::kRefused) {
+  if (gone != gone_.end() && gone->second == Gone::kTooMany) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
   }
+  if (gone != gone_.end() && gone->second == Gone::kCameEarly) return OlderError(id);
+  const auto older = older_.find(MakerOf(id));
+  if (gone == gone_.end() && older != older_.end() && id <= older->second) return OlderError(id);
   // Of our own contexts we know all.
   if (gone != gone_.end() || MakerOf(id) == self_.rank) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
   }
   return absl::OkStatus();
+}
+
+absl::Status ContextRegistry::OlderError(ContextId id) const {
+  return absl::UnavailableError(
+      absl::StrCat("context ", id, " began before worker ", self_.rank,
+                   " came back, which may have lost its part of it: begin another one"));
+}
+
+ContextId ContextRegistry::last() const {
+  absl::MutexLock lock(&mu_);
+  return MakeId(self_.rank, last_);
+}
+
+void ContextRegistry::SetComesBack() {
+  absl::MutexLock lock(&mu_);
+  comes_back_ = true;
+  older_.emplace(self_.rank, MakeId(self_.rank, last_));
+}
+
+void ContextRegistry::SetCameBack(absl::Span<const ContextId> last) {
+  absl::MutexLock lock(&mu_);
+  comes_back_ = false;
+  for (const ContextId id : last) older_.insert_or_assign(MakerOf(id), id);
 }
 
 absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindUnlessGone(ContextId id) const {

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/types/span.h"
 #include "core/autograd/context_record.h"
 #include "core/base/ids.h"
 
@@ -37,6 +38,8 @@ class ContextRegistry {
   // its origin has too many; and from then on, where that cost the context the `edge` of the
   // message (0: it has none), which would be waited for in vain.
   // One that is added is refused if this worker `refuses` new ones (ContextRecord::SetRefused()).
+  // kUnavailable for one that an earlier incarnation of this worker may have taken part in, as the
+  // next two functions say; also of FindUnlessGone().
   absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id, EdgeId edge,
                                                            bool refuses = false);
 
@@ -51,11 +54,21 @@ class ContextRegistry {
   // Forgets a context; null if it is not known (any more). Needs no memory for one of this worker.
   std::shared_ptr<ContextRecord> Remove(ContextId id);
 
+  // The id of the last context of New(); of none that there is if it has made none.
+  ContextId last() const;
+  // Has all contexts of others refused, until SetCameBack(): this worker comes back, and has not
+  // heard yet which contexts are older.
+  void SetComesBack();
+  // `last`: of each other worker, ContextRegistry::last() as it was when that one had learned of
+  // this incarnation. Of the contexts up to there an earlier one may have had a part.
+  void SetCameBack(absl::Span<const ContextId> last);
+
  private:
-  enum class Gone : uint8_t { kReleased, kRefused };
+  enum class Gone : uint8_t { kReleased, kTooMany, kCameEarly };
   void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Why it is known no more, of one that is not known.
   absl::Status WhyGone(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status OlderError(ContextId id) const;
 
   const ContextRecord::Holder self_;
   const size_t most_;
@@ -67,6 +80,9 @@ class ContextRegistry {
   absl::flat_hash_map<WorkerRank, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);
   std::deque<ContextId> gone_order_ ABSL_GUARDED_BY(mu_);
+  bool comes_back_ ABSL_GUARDED_BY(mu_) = false;
+  // The last context of each maker that began before this incarnation was known to it.
+  absl::flat_hash_map<WorkerRank, ContextId> older_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace distgrad

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "core/base/ids.h"
 
 namespace distgrad {
@@ -42,6 +43,31 @@ TEST(ContextRegistryTest, OneThatWasNeverKnownIsNotAddedByAskingForIt) {
   // Of our own all are known.
   EXPECT_EQ(contexts.FindUnlessGone(MakeId(kSelf, 9)).status().code(),
             absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(ContextRegistryTest, ContextsThatBeganBeforeAWorkerCameBackAreRefused) {
+  const auto is_older = [](const absl::Status& status) {
+    return absl::IsUnavailable(status) && absl::StrContains(status.message(), "came back");
+  };
+  ContextRegistry contexts(kSelf, /*incarnation=*/uint64_t{2} << 32);
+  contexts.SetComesBack();
+  const ContextId early = MakeId(kOther, 7), older = MakeId(kOther, 5), newer = MakeId(kOther, 6);
+  EXPECT_TRUE(is_older(contexts.FindOrAdd(early, /*edge=*/9).status()));
+  EXPECT_TRUE(is_older(contexts.FindOrAdd(newer, /*edge=*/0).status()));
+  contexts.SetCameBack({older});
+  EXPECT_TRUE(is_older(contexts.FindOrAdd(older, 0).status()));
+  EXPECT_TRUE(is_older(contexts.FindUnlessGone(older).status()));
+  EXPECT_TRUE(contexts.FindOrAdd(newer, 0).ok());
+  EXPECT_TRUE(contexts.FindOrAdd(MakeId(kOther + 1, 1), 0).ok()) << "that one was not reached";
+  // An edge of it would be waited for in vain.
+  EXPECT_TRUE(is_older(contexts.FindOrAdd(early, 0).status()));
+  // Of its own: those of the earlier incarnation.
+  EXPECT_TRUE(is_older(contexts.FindOrAdd(MakeId(kSelf, 1), 0).status()));
+  const ContextId own = contexts.New()->id();
+  EXPECT_EQ(contexts.last(), own);
+  contexts.Remove(own);
+  EXPECT_EQ(contexts.FindOrAdd(own, 0).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(contexts.size(), 2u);
 }
 
 // A job may last for months: what is remembered has a bound.

@@ -2,15 +2,28 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "core/autograd/context_record.h"
+#include "core/autograd/context_registry.h"
 #include "core/base/blocking.h"
 #include "core/base/status.h"
 #include "core/membership/backoff.h"
 #include "core/worker/worker_impl.h"
 
 namespace distgrad {
+namespace {
+
+// Counts the contexts that this worker takes part in. Others go on calling one that leaves, each
+// time in another context, maybe.
+size_t CountTaken(const ContextRegistry& contexts) {
+  const std::vector<std::shared_ptr<ContextRecord>> all = contexts.All();
+  return absl::c_count_if(all, [](const auto& record) { return !record->refused(); });
+}
+
+}  // namespace
 
 std::vector<Member> WorkerImpl::members() const {
   std::vector<Member> members;
@@ -59,7 +72,7 @@ absl::Status WorkerImpl::AwaitIdle(Deadline deadline, bool contexts) {
     }
     serving = agent_->served();
     calls = agent_->in_flight();
-    of_contexts = contexts ? contexts_.size() : 0;
+    of_contexts = contexts ? CountTaken(contexts_) : 0;
     if (serving == 0 && calls == 0 && of_contexts == 0) return absl::OkStatus();
   } while (backoff.Sleep());
   std::string left =

@@ -277,6 +277,25 @@ TEST_P(MembersTest, LeavingWaitsForContextsToEnd) {
   EXPECT_TRUE(left.ok()) << left;
 }
 
+TEST_P(MembersTest, LeavingDoesNotWaitForContextsWhoseCallsItHasRefused) {
+  Start(2);
+  Context taken = worker(0).NewContext();
+  ASSERT_TRUE(worker(0).Call("worker1", "echo", {"", {}}, {.context = &taken}).ok());
+  absl::Status left = absl::UnknownError("not run");
+  std::thread leaving([&] { left = worker(1).Leave(Later()); });
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  Context refused;
+  absl::Status call;
+  do {
+    refused = worker(0).NewContext();
+    call = worker(0).Call("worker1", "double", {"", {x}}, {.context = &refused}).status();
+  } while (call.ok());
+  EXPECT_TRUE(Contains(call, "it is leaving the job")) << call;
+  taken.Release();
+  leaving.join();
+  EXPECT_TRUE(left.ok()) << left;
+}
+
 TEST_P(MembersTest, AHandlerCannotLeave) {
   Start(1);
   Worker& self = worker(0);
@@ -458,6 +477,41 @@ TEST_P(MembersTest, AWorkerThatDiedComesBackUnderItsName) {
   const absl::Status backward = old.Backward({y->tensors[0].sum()});
   EXPECT_EQ(backward.code(), absl::StatusCode::kUnavailable) << backward;
   EXPECT_TRUE(Contains(backward, "'worker1' (1)")) << backward;
+}
+
+// The worker that calls it has not met its former incarnation, which another one has involved.
+TEST_P(MembersTest, AContextThatIsOlderThanAWorkersReturnReachesItNoMore) {
+  Start(3);
+  Worker& middle = worker(1);
+  ASSERT_TRUE(middle
+                  .Register("pass_on",
+                            [&middle](Request& r) {
+                              return middle.Call("worker2", "double", r.message,
+                                                 {.context = &r.context});
+                            })
+                  .ok());
+  const Context old = worker(0).NewContext(), untouched = worker(0).NewContext();
+  Context others = worker(1).NewContext();
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const auto y = worker(0).Call("worker1", "pass_on", {"", {x}}, {.context = &old});
+  ASSERT_TRUE(y.ok()) << y.status();
+  workers_[2].reset();
+  workers_[2] = NewRank(2, 3);
+  ASSERT_NE(workers_[2], nullptr);
+  for (const Context* context : {&old, &untouched}) {
+    const absl::Status late =
+        worker(0).Call("worker2", "double", {"", {x}}, {.context = context}).status();
+    EXPECT_EQ(late.code(), absl::StatusCode::kUnavailable) << late;
+    EXPECT_TRUE(Contains(late, "'worker2' (2)")) << late;
+    EXPECT_TRUE(Contains(late, "before worker 2 came back")) << late;
+  }
+  const absl::Status late =
+      worker(1).Call("worker2", "double", {"", {x}}, {.context = &others}).status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kUnavailable) << late;
+  // The next one reaches it, from either.
+  EXPECT_EQ(Train(worker(0), "worker2"), absl::OkStatus());
+  EXPECT_EQ(Train(worker(1), "worker2"), absl::OkStatus());
+  EXPECT_EQ(Train(worker(2), "worker0"), absl::OkStatus());
 }
 
 // ------------------------------------------------------------------------ The end of a job

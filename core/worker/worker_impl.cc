@@ -13,6 +13,7 @@
 #include "core/base/processors.h"
 #include "core/base/status.h"
 #include "core/worker/callers_loop.h"
+#include "core/worker/last_context.h"
 #include "core/worker/rendezvous.h"
 #include "core/worker/serve_sum_gradients.h"
 
@@ -111,16 +112,23 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
       {.handler = [contexts = &impl->contexts_](
                       Request& request) { return ServeSumGradients(*contexts, request); },
        .is_own = true}));
+  DG_RETURN_IF_ERROR(impl->server_.Register(
+      std::string(kLastContext),
+      {.handler = [contexts = &impl->contexts_](Request&) { return ServeLastContext(*contexts); },
+       .is_own = true,
+       .is_inline = true}));
   DG_RETURN_IF_ERROR(impl->pool_.Start());
   DG_ASSIGN_OR_RETURN(impl->self_.devices, DeviceMaps::Encode(impl->options_.device_maps));
   DG_ASSIGN_OR_RETURN(impl->self_.address, impl->agent_->Listen());
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
   if (impl->options_.join) ReserveForPeers(all.size());  // only now is it known how many there are
+  const bool comes_back = impl->members_->late() && StartOf(impl->self_.incarnation) > 1;
+  if (comes_back) impl->contexts_.SetComesBack();
   absl::Status begun;
   for (const WorkerInfo& worker : all) {
     if (begun.ok()) begun = impl->device_maps_.With(worker).status();
   }
-  if (begun.ok()) begun = impl->agent_->Start(impl->self_, std::move(all));
+  if (begun.ok()) begun = impl->agent_->Start(impl->self_, all);
   if (!begun.ok()) {
     // A member that is not there would be waited for.
     impl->members_->Leave(absl::InfinitePast()).IgnoreError();
@@ -133,6 +141,12 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
     raw->member_sync_.OnDenied(denied);
   });
   impl->agent_->WatchMembers(impl->members_->late());
+  if (comes_back) {
+    // Who does not answer within the limit is lost to the others, too.
+    impl->contexts_.SetCameBack(AskForLastContexts(
+        impl->caller_, impl->self_.rank, all,
+        std::min(deadline, Deadline::After(impl->options_.heartbeat_limit))));
+  }
   return impl;
 }
 

@@ -115,7 +115,8 @@ class WorkerImpl : public Server::Owner,
              std::unique_ptr<Membership> members);
 
   absl::Status CheckMayLeave() const;
-  // Waits until no call is in flight, in either direction, nor a context if `contexts`.
+  // Waits until no call is in flight, in either direction, nor, if `contexts`, a context that this
+  // worker takes part in.
   absl::Status AwaitIdle(Deadline deadline, bool contexts);
 
   std::map<WorkerRank, std::string> Names() const;
