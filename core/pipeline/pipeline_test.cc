@@ -3147,6 +3147,32 @@ TEST_P(PipelineTest, ARecomputationWithOtherRandomNumbersIsAnError) {
                     HasSubstr("other random numbers")));
 }
 
+// As where the driver makes its next batch while a step is in flight.
+TEST_P(PipelineTest, AnotherThreadMayDrawWhereTheRecomputedStageDoesNot) {
+  Cluster cluster(Workers(1));
+  const EqualLayers layers(1);
+  const EqualLayers alone = layers.Copy();
+  int forwards = 0;
+  const auto stages = PipelineStages::Create(&cluster[0], "model",
+                                             {{0,
+                                               {.forward =
+                                                    [&](Tensors in) {
+                                                      if (++forwards == 1)
+                                                        std::thread([] { at::rand({3}); }).join();
+                                                      return layers.Forward(0, std::move(in));
+                                                    },
+                                                .loss = Loss,
+                                                .recompute = true}}});
+  ASSERT_TRUE(stages.ok()) << stages.status();
+  const auto pipeline = MakePipeline(cluster, *GPipe(1, 1));
+  const at::Tensor x = at::randn({4, 16}), y = at::randn({4, 16});
+  const Context context = cluster[0].NewContext();
+  ASSERT_EQ(pipeline->Train(context, {x}, {y}).status(), absl::OkStatus());
+  EXPECT_EQ(forwards, 2);
+  StepAlone(alone, 1, 1, true, x, y);
+  EXPECT_TRUE(at::equal(*context.Gradient(layers.weights[0]), alone.weights[0].grad()));
+}
+
 // Both forwards leave the generator in the same state, and have other numbers.
 TEST_P(PipelineTest, ARecomputationWithTheNumbersOfAnotherThreadIsAnError) {
   Cluster cluster(Workers(2));

@@ -298,7 +298,11 @@ absl::StatusOr<Schedule> OneForwardOneBackward(int stages, int micro_batches) {
 
 absl::StatusOr<Schedule> InterleavedOneForwardOneBackward(int ranks, int stages_per_rank,
                                                           int micro_batches) {
-  DG_RETURN_IF_ERROR(CheckSizes(ranks, stages_per_rank));
+  if (ranks < 1 || stages_per_rank < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("a schedule cannot have ", ranks, " ranks with ",
+                                                   stages_per_rank,
+                                                   " stages each: both numbers are at least 1"));
+  }
   DG_RETURN_IF_ERROR(CheckSizes(int64_t{ranks} * stages_per_rank, micro_batches));
   Schedule schedule{.micro_batches = micro_batches};
   for (int s = 0; s < ranks * stages_per_rank; ++s) schedule.rank_of_stage.push_back(s % ranks);

@@ -472,6 +472,8 @@ TEST(ScheduleTest, WhatMakesNoSenseIsNamed) {
   EXPECT_EQ(OneForwardOneBackward(1, 0).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(InterleavedOneForwardOneBackward(1 << 16, 1 << 16, 1).status().code(),
             absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(InterleavedOneForwardOneBackward(2, 0, 4).status().message()),
+              HasSubstr("2 ranks with 0 stages each"));
   EXPECT_EQ(ZeroBubbleH1(-1, -1).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ZeroBubbleH2(1 << 20, 2).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(ForwardOnly({0, 7}, 1).status().code(), absl::StatusCode::kInvalidArgument);

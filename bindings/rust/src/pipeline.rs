@@ -185,7 +185,7 @@ impl Schedule {
 
     /// All forwards, and then all backwards, with one stage on each rank.
     ///
-    /// Errors of this and of the other four: `Code::InvalidArgument` for 0, and for more than a
+    /// Errors of this and of the other five: `Code::InvalidArgument` for 0, and for more than a
     /// million micro-batches of stages.
     #[doc(alias = "dg_schedule_create_gpipe")]
     pub fn gpipe(stages: u64, micro_batches: u64) -> Result<Self> {
