@@ -150,8 +150,12 @@ const std::string& ThisPlace() {
 }
 
 bool SharesLoopback(absl::string_view place) {
+  return ThisPlace().empty() || place.size() <= kBootIdSize || IsKnownToShareLoopback(place);
+}
+
+bool IsKnownToShareLoopback(absl::string_view place) {
   const std::string& here = ThisPlace();
-  if (here.empty() || place.size() <= kBootIdSize) return true;
+  if (here.empty() || place.size() <= kBootIdSize) return false;
   // The machine's boot, and the namespace of the network; the boot's own id has dashes, too.
   const auto network = [](absl::string_view place) {
     return place.substr(0, place.find('-', kBootIdSize + 1));

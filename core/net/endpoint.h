@@ -35,6 +35,8 @@ const std::string& ThisPlace();
 // Whether a process at that place, as ThisPlace() is there, has the same loopback as this one. True
 // where it is not to be found out.
 bool SharesLoopback(absl::string_view place);
+// The same; false where it is not to be found out.
+bool IsKnownToShareLoopback(absl::string_view place);
 
 // A file descriptor, closed with this object.
 class Fd {

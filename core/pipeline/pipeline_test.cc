@@ -3390,6 +3390,27 @@ TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
   EXPECT_EQ(threads[1], each);
 }
 
+// So do workers of one machine: threads of OpenMP that wait would spin where another one computes.
+TEST_P(PipelineTest, WorkersOfOneMachineShareItsProcessors) {
+  Cluster cluster(Workers(2));
+  ASSERT_EQ(cluster[0].local_world_size(), 0);
+  EXPECT_EQ(cluster[0].CountMembersOnThisMachine(), 2);
+  const EqualLayers layers(2);
+  std::array<std::atomic<int>, 2> threads{};
+  const int before = at::get_num_threads();
+  at::set_num_threads(UsableProcessors() + 1);
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+    threads[stage] = at::get_num_threads();
+    return layers.Forward(stage, in);
+  });
+  at::set_num_threads(before);
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  ASSERT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  const int each = std::max(1, UsableProcessors() / 2);
+  EXPECT_EQ(threads[0], each);
+  EXPECT_EQ(threads[1], each);
+}
+
 // The thread of a rank forgets what it had when another rank shared the worker.
 TEST_P(PipelineTest, ARankThatIsAloneUsesAllThreadsAgain) {
   const int before = at::get_num_threads(), all = UsableProcessors() + 1;

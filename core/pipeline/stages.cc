@@ -418,12 +418,12 @@ class PipelineStages::Impl {
   }
 
   int ThreadsOf(const StepPlan& plan) const {
-    const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
-    // Without a launcher nobody knows of other workers on the machine.
-    const int ranks = std::max(worker_->local_world_size(), 1) * std::max(static_cast<int>(own), 1);
-    const bool shares = worker_->local_world_size() > 0 || ranks > 1;
     if (options_.num_threads > 0) return options_.num_threads;
-    return shares ? std::max(1, std::min(threads_, processors_ / ranks)) : threads_;
+    const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
+    const bool launched = worker_->local_world_size() > 0;
+    const int here = launched ? worker_->local_world_size() : worker_->CountMembersOnThisMachine();
+    const int ranks = std::max(here, 1) * std::max(static_cast<int>(own), 1);
+    return launched || ranks > 1 ? std::max(1, std::min(threads_, processors_ / ranks)) : threads_;
   }
 
   absl::Status Closed() const {

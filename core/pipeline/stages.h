@@ -31,9 +31,9 @@ class GradientAverager;  // core/parallel/process_group/gradient_averager.h
 struct PipelineStagesOptions {
   // The number of threads that an operator of a stage may use, beside others that do at the same
   // time. 0: as many as at::get_num_threads() says for the thread that makes the stages, when it
-  // does: a later at::set_num_threads() does not reach them; but where the launcher says how many
-  // workers the machine has, or this one has several ranks, no more than the processors that this
-  // thread may use then give to each rank of each of them.
+  // does: a later at::set_num_threads() does not reach them; but where the machine has several
+  // workers, as the launcher or else their addresses say, or this one has several ranks, no more
+  // than the processors that this thread may use then give to each rank of each of them.
   int num_threads = 0;
   // Averages the gradients of the stages here over the replicas of the pipeline, in each Train():
   // that of the worker that has these stages in each replica, over all parameters that they train,

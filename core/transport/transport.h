@@ -74,6 +74,10 @@ class Transport {
   // accelerators.
   virtual bool CarriesDevices(const std::string& address) const { return false; }
 
+  // Returns whether the listener at `address` is known to be on this machine: processes on one
+  // that do not share its network, as containers mostly do not, count as of several.
+  virtual bool IsOnThisMachine(const std::string& address) const { return false; }
+
   // Returns the loop that brings what arrives, if threads that wait for it may do its work.
   virtual std::shared_ptr<EventLoop> loop() { return nullptr; }
 

@@ -33,6 +33,12 @@ std::vector<Member> WorkerImpl::members() const {
   return members;
 }
 
+int WorkerImpl::CountMembersOnThisMachine() const {
+  const std::vector<WorkerInfo> all = agent_->Members();
+  return static_cast<int>(absl::c_count_if(
+      all, [&](const WorkerInfo& each) { return job_.transport->IsOnThisMachine(each.address); }));
+}
+
 absl::Status WorkerImpl::UpdateMembers(Deadline deadline) {
   const BlockingScope blocking;
   DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> all, members_->AllEver(deadline));

@@ -143,9 +143,9 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
   impl->agent_->WatchMembers(impl->members_->late());
   if (comes_back) {
     // Who does not answer within the limit is lost to the others, too.
-    impl->contexts_.SetCameBack(AskForLastContexts(
-        impl->caller_, impl->self_.rank, all,
-        std::min(deadline, Deadline::After(impl->options_.heartbeat_limit))));
+    impl->contexts_.SetCameBack(
+        AskForLastContexts(impl->caller_, impl->self_.rank, all,
+                           std::min(deadline, Deadline::After(impl->options_.heartbeat_limit))));
   }
   return impl;
 }

@@ -629,7 +629,7 @@ impl<'a> PipelineStagesOptions<'a> {
     /// Sets how many threads an operator of a stage may use. Default, and for 0: as many as
     /// [`num_threads`](crate::num_threads) says on the thread that creates the stages, when it does
     /// (a later [`set_num_threads`](crate::set_num_threads) does not reach them), but where the
-    /// launcher says how many workers the machine has, or this one has several ranks, no more than
+    /// machine has several workers, or this one has several ranks, no more than
     /// the processors give to each rank of each of them.
     pub fn num_threads(mut self, count: u64) -> Self {
         self.num_threads = count;

@@ -1635,9 +1635,9 @@ typedef struct dg_pipeline_stages_options {
   size_t struct_size;
   uint64_t num_threads; /* how many an operator of a stage may use; 0: as many as dg_num_threads()
                          * says on the thread that creates the stages, when it does (a later
-                         * dg_set_num_threads does not reach them), but where the launcher says how
-                         * many workers the machine has, or this one has several ranks, no more than
-                         * the processors give to each rank of each of them */
+                         * dg_set_num_threads does not reach them), but where the machine has
+                         * several workers, or this one has several ranks, no more than the
+                         * processors give to each rank of each of them */
   /* Averages the gradients of these stages over the replicas of the pipeline, in each
    * dg_pipeline_train: a dg_gradient_averager of the parameters that they train, over the workers
    * that have these stages in each replica; the stages keep it alive. A rank averages when its own

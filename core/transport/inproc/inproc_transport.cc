@@ -356,6 +356,7 @@ class InprocTransport final : public Transport {
                                                       std::shared_ptr<Receiver> receiver) override {
     return node_->Connect(address, std::move(receiver));
   }
+  bool IsOnThisMachine(const std::string&) const override { return true; }
   std::string Name() const override { return "inproc"; }
 
  private:

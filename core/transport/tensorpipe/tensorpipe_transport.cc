@@ -534,6 +534,14 @@ class TensorPipeTransport final : public Transport {
     return shared_->limits.gpus_here > 0 && TakeGpus(&rest) > 0;
   }
 
+  // TensorPipe's own addresses do not say where their machine is.
+  bool IsOnThisMachine(const std::string& address) const override {
+    if (options_.kind != Kind::kSocket) return false;
+    absl::string_view rest = address;
+    if (!absl::ConsumePrefix(&rest, scheme_ + "://")) return false;
+    const absl::StatusOr<Endpoint> endpoint = ParseEndpoint(rest);
+    return endpoint.ok() && IsKnownToShareLoopback(endpoint->place);
+  }
   std::shared_ptr<EventLoop> loop() override { return shared_->is_sockets ? loop_ : nullptr; }
   std::string Name() const override { return shared_->name; }
 
