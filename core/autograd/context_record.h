@@ -65,9 +65,12 @@ class ContextRecord {
   };
 
   explicit ContextRecord(ContextId id) : ContextRecord(id, Holder()) {}
-  ContextRecord(ContextId id, Holder holder) : id_(id), holder_(holder) {}
+  ContextRecord(ContextId id, Holder holder, uint64_t number = 0)
+      : id_(id), holder_(holder), number_(number) {}
   ContextId id() const { return id_; }
   Holder holder() const { return holder_; }
+  // Which one it is of those that this worker has ever known; of ContextRegistry::begun().
+  uint64_t number() const { return number_; }
 
   // This worker leaves the job, and refuses the context's calls: it takes no part but for their
   // edges, which it has none the less.
@@ -219,6 +222,7 @@ class ContextRecord {
 
   const ContextId id_;
   const Holder holder_;
+  const uint64_t number_;
   std::atomic<bool> refused_{false};  // set once
 
   mutable absl::Mutex mu_;

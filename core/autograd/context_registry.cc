@@ -10,7 +10,7 @@ namespace distgrad {
 
 std::shared_ptr<ContextRecord> ContextRegistry::New() {
   absl::MutexLock lock(&mu_);
-  auto record = std::make_shared<ContextRecord>(MakeId(self_.rank, ++last_), self_);
+  auto record = std::make_shared<ContextRecord>(MakeId(self_.rank, ++last_), self_, ++begun_);
   contexts_.emplace(record->id(), record);
   return record;
 }
@@ -31,7 +31,8 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
                                                      " are open here; limit contexts_per_peer is ",
                                                      most_));
   }
-  const auto added = contexts_.emplace(id, std::make_shared<ContextRecord>(id, self_)).first;
+  const auto added =
+      contexts_.emplace(id, std::make_shared<ContextRecord>(id, self_, ++begun_)).first;
   if (refuses) added->second->SetRefused();
   ++count;
   return added->second;
@@ -100,6 +101,11 @@ std::vector<std::shared_ptr<ContextRecord>> ContextRegistry::All() const {
 size_t ContextRegistry::size() const {
   absl::MutexLock lock(&mu_);
   return contexts_.size();
+}
+
+uint64_t ContextRegistry::begun() const {
+  absl::MutexLock lock(&mu_);
+  return begun_;
 }
 
 std::shared_ptr<ContextRecord> ContextRegistry::Remove(ContextId id) {

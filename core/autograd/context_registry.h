@@ -50,6 +50,8 @@ class ContextRegistry {
   absl::StatusOr<std::shared_ptr<ContextRecord>> FindUnlessGone(ContextId id) const;
   std::vector<std::shared_ptr<ContextRecord>> All() const;
   size_t size() const;
+  // Returns how many this worker has ever known.
+  uint64_t begun() const;
 
   // Forgets a context; null if it is not known (any more). Needs no memory for one of this worker.
   std::shared_ptr<ContextRecord> Remove(ContextId id);
@@ -76,6 +78,7 @@ class ContextRegistry {
   mutable absl::Mutex mu_;
   // Guarded by mu_.
   uint64_t last_ ABSL_GUARDED_BY(mu_);
+  uint64_t begun_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<ContextId, std::shared_ptr<ContextRecord>> contexts_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<WorkerRank, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);

@@ -189,7 +189,7 @@ void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
         Annotate(notices.status(),
                  absl::StrCat("reading gradients from worker ", services_.network.Describe(from)));
     DG_LOG(ERROR) << lost;
-    return OnPeerLost(from, lost);
+    return OnPeerLost(from, contexts_->begun(), lost);
   }
   bool runs_nodes = false;
   for (const Notice& notice : *notices) {
@@ -198,8 +198,9 @@ void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
         notice.kind == Notice::Kind::kRelease || notice.kind == Notice::Kind::kKnown;
     if (of_context != (notice.pass == 0)) {
       return OnPeerLost(
-          from, absl::InvalidArgumentError(absl::StrCat("a notice without its pass from worker ",
-                                                        services_.network.Describe(from))));
+          from, contexts_->begun(),
+          absl::InvalidArgumentError(absl::StrCat("a notice without its pass from worker ",
+                                                  services_.network.Describe(from))));
     }
     runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
   }
@@ -330,8 +331,10 @@ void Engine::Send(WorkerRank to, const Notice& notice) {
   services_.network.Notify(to, std::move(packet));
 }
 
-void Engine::OnPeerLost(WorkerRank peer, const absl::Status& why) {
+void Engine::OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) {
   for (const auto& context : contexts_->All()) {
+    // Somebody has begun anew, with the peer as it can be reached now.
+    if (context->number() > begun) continue;
     const ContextId id = context->id();
     const bool was_peer = context->LosePeer(peer, why);
     for (const auto& run : context->Passes()) run->OnPeerLost(peer, why);

@@ -81,7 +81,8 @@ class Engine {
   // ---- From the network. Short: nodes run on the pool.
 
   void OnNotice(WorkerRank from, Packet packet, size_t offset);
-  void OnPeerLost(WorkerRank peer, const absl::Status& why);
+  // Of the contexts that had `begun` here by then (ContextRegistry::begun()).
+  void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why);
 
   // Fails all passes; no new ones begin.
   void Close();

@@ -414,7 +414,9 @@ TEST_F(WhoseThreadTest, APassRunsInTheModesOfWhoBeganIt) {
   });
   // When the pass is known, and has not begun.
   clock_.on_now.Set([&] {
-    other = std::thread([&] { engine_.OnPeerLost(kOther, absl::UnavailableError("it is gone")); });
+    other = std::thread([&] {
+      engine_.OnPeerLost(kOther, contexts_.begun(), absl::UnavailableError("it is gone"));
+    });
     on_strand.WaitForNotification();
   });
   at::autocast::set_autocast_enabled(at::kCPU, true);
@@ -734,7 +736,7 @@ TEST_F(EngineTest, AContextThatAnotherWorkerReleasesEndsOnce) {
     ASSERT_TRUE(context.ok()) << context.status();
     ASSERT_TRUE((*context)->AddPeer(kPeer).ok());
     network_.on_notify.Set([&] {
-      engine_.OnPeerLost(kOther, absl::UnavailableError("it is gone"));
+      engine_.OnPeerLost(kOther, contexts_.begun(), absl::UnavailableError("it is gone"));
       if (!has_memory) throw std::bad_alloc();
     });
     Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = id});
@@ -761,7 +763,7 @@ TEST_F(EngineTest, AContextThatANoticeBroughtIsMadeKnownToItsOriginWhenTheSender
   AwaitPool();
   ASSERT_NE(contexts_.Find(context), nullptr);
   network_.TakeSent();
-  engine_.OnPeerLost(kPeer, absl::UnavailableError("it is gone"));
+  engine_.OnPeerLost(kPeer, contexts_.begun(), absl::UnavailableError("it is gone"));
   bool asked = false;
   for (const auto& sent : network_.TakeSent()) {
     for (const Notice& notice : sent.notices) {
@@ -772,6 +774,22 @@ TEST_F(EngineTest, AContextThatANoticeBroughtIsMadeKnownToItsOriginWhenTheSender
   Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = context});
   AwaitPool();
   EXPECT_EQ(contexts_.size(), 0u);
+}
+
+// Who hears that a call has failed may begin anew, with the peer as it can be reached now, before
+// the contexts hear what was lost.
+TEST_F(EngineTest, AContextThatBeganAfterALossHasLostNobody) {
+  const std::shared_ptr<ContextRecord> old = contexts_.New();
+  ASSERT_TRUE(old->AddPeer(kPeer).ok());
+  const uint64_t begun = contexts_.begun();
+  const std::shared_ptr<ContextRecord> next = contexts_.New();
+  const auto of_peer = contexts_.FindOrAdd(MakeId(kPeer, 1), /*edge=*/0);
+  ASSERT_TRUE(of_peer.ok()) << of_peer.status();
+  for (const auto& context : {next, *of_peer}) ASSERT_TRUE(context->AddPeer(kPeer).ok());
+  engine_.OnPeerLost(kPeer, begun, absl::UnavailableError("it is gone"));
+  EXPECT_TRUE(absl::IsUnavailable(old->AddSend({.end = {.edge = 1, .peer = kPeer}})));
+  EXPECT_EQ(next->AddSend({.end = {.edge = 2, .peer = kPeer}}), absl::OkStatus());
+  EXPECT_FALSE((*of_peer)->released());
 }
 
 // The worker that made it takes no part in the pass, whose workers would know only of a release.
@@ -785,7 +803,7 @@ TEST_F(EngineTest, APassOfAContextWhoseMakerIsLostSaysSo) {
                        {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
   ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
   network_.TakeSent();
-  engine_.OnPeerLost(kOther, absl::UnavailableError("worker 2 is gone"));
+  engine_.OnPeerLost(kOther, contexts_.begun(), absl::UnavailableError("worker 2 is gone"));
   AwaitPool();
   std::string told;
   for (const auto& sent : network_.TakeSent()) {
@@ -856,7 +874,7 @@ TEST_F(EngineTest, AMessageThatIsReadLateBringsNoContextOfALostWorker) {
   pool_.Schedule([&] { go.WaitForNotification(); });
   Deliver(kPeer, StartOf(MakeId(kPeer, 1)));
   Deliver(kPeer, StartOf(MakeId(kOther, 1)));
-  engine_.OnPeerLost(kPeer, absl::UnavailableError("it is gone"));
+  engine_.OnPeerLost(kPeer, contexts_.begun(), absl::UnavailableError("it is gone"));
   go.Notify();
   AwaitPool();
   EXPECT_EQ(contexts_.Find(MakeId(kPeer, 1)), nullptr) << "nobody is left to release it";

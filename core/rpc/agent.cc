@@ -56,8 +56,8 @@ absl::StatusOr<WorkerInfo> Agent::Info(WorkerRank worker) const {
   return *known;
 }
 
-void Agent::OnPeerLost(WorkerRank peer, const absl::Status& why) {
-  service_->OnPeerLost(peer, why);
+void Agent::OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) {
+  service_->OnPeerLost(peer, begun, why);
 }
 
 void Agent::OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) {

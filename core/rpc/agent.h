@@ -57,9 +57,11 @@ class AgentService {
   virtual void OnNotice(WorkerRank from, Body notice) = 0;
   // Gets a reply to a call that has ended already, by its deadline or a cancel.
   virtual void OnLateReply(WorkerRank from, Body reply) = 0;
-  // Says that the connection with a worker broke: what was in flight with it may be lost. The
-  // worker may be back.
-  virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
+  // LinkTable::User::BegunSoFar(): of contexts.
+  virtual uint64_t BegunSoFar() { return 0; }
+  // Says that the connection with a worker broke: what was in flight with it may be lost, of the
+  // contexts that had begun until then (BegunSoFar()). The worker may be back.
+  virtual void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) = 0;
   // Says that this incarnation of a watched member (Agent::WatchMembers) cannot be reached: nothing
   // is heard of it, or nothing listens there. Called again and again, until Agent::SetLost(),
   // unless it can be reached again.
@@ -203,7 +205,8 @@ class Agent : public LinkTable::User, public std::enable_shared_from_this<Agent>
  private:
   // LinkTable::User
   absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
-  void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
+  uint64_t BegunSoFar() override { return service_->BegunSoFar(); }
+  void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) override;
   void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) override;
   void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) override;
   void OnMemberEvents() override;

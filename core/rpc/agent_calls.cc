@@ -138,7 +138,9 @@ void Agent::Notify(WorkerRank to, Packet notice) {
   const uint64_t size = notice.size();
   const absl::StatusOr<std::shared_ptr<Link>> link = AwaitMemory([&] { return links_->To(to); });
   if (!link.ok()) {
-    if (!absl::IsCancelled(link.status())) service_->OnPeerLost(to, link.status());
+    if (!absl::IsCancelled(link.status())) {
+      service_->OnPeerLost(to, service_->BegunSoFar(), link.status());
+    }
     return;
   }
   // Where it is lost the other end shall know that something is.

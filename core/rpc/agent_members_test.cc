@@ -601,6 +601,19 @@ TEST_F(PlayedPeerTest, TheSilenceOfAConnectionBeginsWhenItIsOpened) {
   EXPECT_FALSE(x_.service.HasUnreachable(1));
 }
 
+// What begins as soon as a call has failed goes over the next connection.
+TEST_F(PlayedPeerTest, WhatBeginsWhenACallFailsHasNotLostThePeer) {
+  x_.service.begun = 5;
+  const auto call = x_.Call(1, "echo");
+  call.Then([this](const auto&) { ++x_.service.begun; });
+  const Played opened = AwaitAccepted(0);
+  opened.end->Await(FrameKind::kRequest, 1);
+  opened.connection->Close();
+  x_.service.AwaitLost(1).IgnoreError();
+  EXPECT_EQ(x_.service.begun, 6);
+  EXPECT_EQ(x_.service.begun_at_loss, 5);
+}
+
 // It has opened no connection itself.
 TEST_F(PlayedPeerTest, WhoIsOnlyConnectedToAsksItsPeerTooAndGivesItUp) {
   const Played opened = Connect({});

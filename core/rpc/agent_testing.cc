@@ -44,7 +44,8 @@ void TestService::OnLateReply(WorkerRank, Body reply) {
   late_.push_back(std::string(reply.bytes()));
 }
 
-void TestService::OnPeerLost(WorkerRank peer, const absl::Status& why) {
+void TestService::OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) {
+  begun_at_loss = begun;
   absl::AnyInvocable<void()> then;
   {
     absl::MutexLock lock(&mu_);

@@ -40,11 +40,15 @@ class TestService : public AgentService {
   void OnCall(IncomingCall call) override;
   void OnNotice(WorkerRank from, Body notice) override;
   void OnLateReply(WorkerRank from, Body reply) override;
-  void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
+  void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
+  uint64_t BegunSoFar() override { return begun; }
   void OnUnwatched() override { ++unwatched_; }
   void OnRevived(WorkerRank peer, Incarnation incarnation, uint64_t loss) override;
   void OnMemberEvents() override;
+
+  // What it says has begun so far, for the test to set; and had, as the last loss was told.
+  std::atomic<uint64_t> begun{0}, begun_at_loss{0};
 
   // Waits for the next call that was kept, and takes it.
   IncomingCall AwaitKept();

@@ -596,11 +596,12 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
                : Annotate(why, absl::StrCat("the connection with worker ", who, " broke"));
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it says less, then
   }
+  const auto user = user_.lock();
+  const uint64_t begun = user != nullptr ? user->BegunSoFar() : 0;
   calls_->EndCallsOver(*link, why);
   for (const auto& other : others) calls_->EndCallsOver(*other, why);
-  const auto user = user_.lock();
   if (user != nullptr) {
-    if (is_lost) AwaitMemory([&] { user->OnPeerLost(*peer, why); });
+    if (is_lost) AwaitMemory([&] { user->OnPeerLost(*peer, begun, why); });
     try {
       if (is_news && !left) user->OnLinkEnded(closed, why);
     } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): a watched one is tried again
@@ -647,8 +648,10 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
 
 void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why) {
   if (links.empty()) return;
+  const auto user = user_.lock();
+  const uint64_t begun = user != nullptr ? user->BegunSoFar() : 0;
   for (const auto& link : links) calls_->EndCallsOver(*link, why);
-  if (const auto user = user_.lock()) AwaitMemory([&] { user->OnPeerLost(peer, why); });
+  if (user != nullptr) AwaitMemory([&] { user->OnPeerLost(peer, begun, why); });
   for (const auto& link : links) link->Close(why);
 }
 

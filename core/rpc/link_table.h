@@ -50,8 +50,12 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     virtual ~User() = default;
     // Gets each packet, also from a peer that has not said hello yet. An error ends the link.
     virtual absl::Status OnPacket(const std::shared_ptr<Link>& link, Packet packet) = 0;
-    // Says that what was in flight with that peer may be lost. It may be back.
-    virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
+    // Returns a number that grows with what begins (contexts). Asked for when no message uses the
+    // links that end any more, and before those who wait hear of it, who may begin anew at once.
+    virtual uint64_t BegunSoFar() = 0;
+    // Says that what was in flight with that peer may be lost, of what had begun until then
+    // (BegunSoFar()). The peer may be back.
+    virtual void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) = 0;
     // Says that a link with a member that has not left has ended.
     virtual void OnLinkEnded(const MemberWatch::ClosedLink& link, const absl::Status& why) = 0;
     // Says that a member has answered which was taken for lost, by that loss (Peers::LossOf), and

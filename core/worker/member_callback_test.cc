@@ -26,7 +26,7 @@ class NoService : public AgentService {
   void OnCall(IncomingCall) override {}
   void OnNotice(WorkerRank, Body) override {}
   void OnLateReply(WorkerRank, Body) override {}
-  void OnPeerLost(WorkerRank, const absl::Status&) override {}
+  void OnPeerLost(WorkerRank, uint64_t, const absl::Status&) override {}
 };
 
 // Thread-safe.

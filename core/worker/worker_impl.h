@@ -79,8 +79,9 @@ class WorkerImpl : public Server::Owner,
   void OnLateReply(WorkerRank from, Body reply) override {
     caller_.OnLateReply(from, std::move(reply));
   }
-  void OnPeerLost(WorkerRank peer, const absl::Status& why) override {
-    engine_.OnPeerLost(peer, why);
+  uint64_t BegunSoFar() override { return contexts_.begun(); }
+  void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) override {
+    engine_.OnPeerLost(peer, begun, why);
     member_sync_.OnPeerLost();
   }
   void OnUnwatched() override { member_sync_.OnUnwatched(); }
