@@ -614,6 +614,34 @@ TEST_F(PlayedPeerTest, WhatBeginsWhenACallFailsHasNotLostThePeer) {
   EXPECT_EQ(x_.service.begun_at_loss, 5);
 }
 
+// The store is slow, and there is a beat between the end of the call and the connection.
+TEST_F(PlayedPeerTest, AConnectionWhoseFirstCallHasEndedIsGivenUpWhenItIsSilent) {
+  directory_.Hold();
+  const auto call = x_.Call(1, "echo");
+  directory_.AwaitQuestion();
+  call.Cancel();
+  EXPECT_TRUE(call.Done());
+  clock_.Advance(kLimit / 5);
+  directory_.Answer();
+  const Played opened = AwaitAccepted(0);
+  opened.end->AwaitHello();
+  for (int i = 0; i < 6; ++i) clock_.Advance(kLimit / 5);
+  opened.end->AwaitClosed();
+}
+
+// A call that was refused has made one that is not open.
+TEST_F(PlayedPeerTest, WhoIsSilentIsAskedOnAnotherThoughACallWasRefused) {
+  std::vector<Future<std::string>> own;
+  do {
+    own.push_back(x_.Call(0, "keep"));
+  } while (!own.back().Done());
+  ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  const Played live = Connect({});
+  live.Ping(1);
+  for (int i = 0; i < 4; ++i) clock_.Advance(kLimit / 5);
+  AwaitAccepted(0).end->AwaitHello();
+}
+
 // It has opened no connection itself.
 TEST_F(PlayedPeerTest, WhoIsOnlyConnectedToAsksItsPeerTooAndGivesItUp) {
   const Played opened = Connect({});

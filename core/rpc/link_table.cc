@@ -48,6 +48,12 @@ void SendPing(Link& link) {
 // Whether nothing has come on that link or left, nor waits to leave.
 bool IsUntouched(const Link& link) { return link.heard() == 0 && link.sent() == 0 && link.idle(); }
 
+// Whether nothing was sent on that link of ours, so that it need not be open: a refused call may
+// have made it.
+bool IsUnused(const Link& link) {
+  return link.kind() == Link::Kind::kOpened && !link.is_bulk() && IsUntouched(link);
+}
+
 // Calls `f`, or closes the link where there is no memory for it.
 void OrClose(Link& link, absl::FunctionRef<void()> f) {
   try {
@@ -700,11 +706,15 @@ void LinkTable::Beat() {
     absl::MutexLock lock(&mu_);
     heartbeat_timer_.reset();
     if (state_ == State::kClosed) return;
+    bool is_any = false;
     for (const auto& [number, entry] : links_) {
       if (entry.link->kind() == Link::Kind::kLoopback || entry.link->closed()) continue;
+      // Also of one that is being opened, and whose first call has ended meanwhile: nobody would
+      // start this again once it is open.
+      is_any = true;
       const Link& link = *entry.link;
-      // One that a refused call has made is not open, and nobody is silent there.
-      if (link.kind() == Link::Kind::kOpened && !link.is_bulk() && IsUntouched(link)) continue;
+      // Nobody is silent there.
+      if (IsUnused(link)) continue;
       readings.push_back({.link = number,
                           .peer = link.peer(),
                           .heard = link.heard(),
@@ -716,7 +726,7 @@ void LinkTable::Beat() {
       mains.push_back(link.main());
       if (mains.back() != nullptr) readings.back().main_answered = mains.back()->answered();
     }
-    beats_ = !links.empty();
+    beats_ = is_any;
     if (!beats_) return;
   }
   ArmHeartbeat();
@@ -769,7 +779,7 @@ void LinkTable::Probe(WorkerRank peer) {
     absl::MutexLock lock(&mu_);
     const auto is_of_peer = [peer](const auto& numbered) {
       const Link& link = *numbered.second.link;
-      return link.peer() == peer && !link.is_bulk() && !link.closed();
+      return link.peer() == peer && !link.is_bulk() && !link.closed() && !IsUnused(link);
     };
     if (state_ == State::kClosed || std::count_if(links_.begin(), links_.end(), is_of_peer) != 1) {
       return;
