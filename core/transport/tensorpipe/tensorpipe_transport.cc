@@ -535,8 +535,10 @@ class TensorPipeTransport final : public Transport {
   }
 
   // TensorPipe's own addresses do not say where their machine is.
-  bool IsOnThisMachine(const std::string& address) const override {
+  bool IsOnThisMachine(const std::string& full_address) const override {
     if (options_.kind != Kind::kSocket) return false;
+    std::string address = full_address;
+    TakeGpus(&address);
     absl::string_view rest = address;
     if (!absl::ConsumePrefix(&rest, scheme_ + "://")) return false;
     const absl::StatusOr<Endpoint> endpoint = ParseEndpoint(rest);

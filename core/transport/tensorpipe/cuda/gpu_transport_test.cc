@@ -135,6 +135,7 @@ Packet PacketOf(Segment segment) {
 TEST(GpuTransportTest, EverySizeBetweenAllGpus) {
   Link link;
   EXPECT_TRUE(link.client_transport->CarriesDevices(link.address));
+  EXPECT_TRUE(link.client_transport->IsOnThisMachine(link.address));
   EXPECT_TRUE(absl::EndsWith(link.client_transport->Name(), "+cuda_basic"));
   std::vector<at::Tensor> sent;
   for (const int64_t size : {1, 4097, 1 << 20, (1 << 20) + 1, 5000000}) {
