@@ -72,6 +72,15 @@ struct RandomStates {
     return true;
   }
 
+  // Whether each generator has the state that it has in one of the two.
+  bool IsOfEither(const RandomStates& a, const RandomStates& b) const {
+    for (size_t i = 0; i < all.size(); ++i) {
+      if (!at::equal(all[i].second, a.all[i].second) && !at::equal(all[i].second, b.all[i].second))
+        return false;
+    }
+    return true;
+  }
+
   std::vector<std::pair<at::Device, at::Tensor>> all;
 
  private:
@@ -266,10 +275,9 @@ absl::StatusOr<Tensors> StageRun::Recompute() {
     again->before.Set();
     const auto set_back = absl::MakeCleanup([&] { now.Set(); });
     outputs = Forward(again->function, std::move(again->inputs), again->wanted);
-    // One that draws none now drew none the first time: another thread did, as a driver does that
-    // makes its next batch meanwhile.
-    const RandomStates left = again->before.Now();
-    if (!(left == again->after) && !(left == again->before)) {
+    // Where it draws none now it drew none the first time: another thread did, as a driver does that
+    // makes its next batch meanwhile. It may be of the CPU's generator alone that none are drawn.
+    if (!again->before.Now().IsOfEither(again->before, again->after)) {
       return absl::FailedPreconditionError(
           "the forward that is recomputed has drawn other random numbers than the first time: "
           "another thread of the process draws from the same generator, or the function is not the "
