@@ -1,6 +1,7 @@
 // Finds and makes the contexts of a worker, within the limits for each origin.
 #include "core/autograd/context_registry.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,10 +20,12 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
                                                                           bool refuses) {
   absl::MutexLock lock(&mu_);
   if (auto it = contexts_.find(id); it != contexts_.end()) return it->second;
-  DG_RETURN_IF_ERROR(WhyGone(id));
-  if (comes_back_) {
-    if (edge != 0) Remember(id, Gone::kCameEarly);
-    return OlderError(id);
+  const absl::Status gone = WhyGone(id);
+  if (!gone.ok()) {
+    // It may turn out to be none of the older ones (SetOlder()), and has lost the edge all the
+    // same.
+    if (edge != 0 && IsOlder(id)) Remember(id, Gone::kOlder);
+    return gone;
   }
   size_t& count = of_origin_[MakerOf(id)];
   if (count >= most_) {
@@ -44,9 +47,8 @@ absl::Status ContextRegistry::WhyGone(ContextId id) const {
     return absl::ResourceExhaustedError(absl::StrCat(
         "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
   }
-  if (gone != gone_.end() && gone->second == Gone::kCameEarly) return OlderError(id);
-  const auto older = older_.find(MakerOf(id));
-  if (gone == gone_.end() && older != older_.end() && id <= older->second) return OlderError(id);
+  const bool was_older = gone != gone_.end() && gone->second == Gone::kOlder;
+  if (was_older || (gone == gone_.end() && IsOlder(id))) return OlderError(id);
   // Of our own contexts we know all.
   if (gone != gone_.end() || MakerOf(id) == self_.rank) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
@@ -67,14 +69,18 @@ ContextId ContextRegistry::last() const {
 
 void ContextRegistry::SetComesBack() {
   absl::MutexLock lock(&mu_);
-  comes_back_ = true;
-  older_.emplace(self_.rank, MakeId(self_.rank, last_));
+  older_.insert_or_assign(self_.rank, MakeId(self_.rank, last_));
 }
 
-void ContextRegistry::SetCameBack(absl::Span<const ContextId> last) {
+void ContextRegistry::SetOlder(ContextId last) {
   absl::MutexLock lock(&mu_);
-  comes_back_ = false;
-  for (const ContextId id : last) older_.insert_or_assign(MakerOf(id), id);
+  const auto [known, is_new] = older_.emplace(MakerOf(last), last);
+  if (!is_new) known->second = std::min(known->second, last);
+}
+
+bool ContextRegistry::IsOlder(ContextId id) const {
+  const auto older = older_.find(MakerOf(id));
+  return older != older_.end() && id <= older->second;
 }
 
 absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindUnlessGone(ContextId id) const {

@@ -13,7 +13,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/types/span.h"
 #include "core/autograd/context_record.h"
 #include "core/base/ids.h"
 
@@ -38,8 +37,8 @@ class ContextRegistry {
   // its origin has too many; and from then on, where that cost the context the `edge` of the
   // message (0: it has none), which would be waited for in vain.
   // One that is added is refused if this worker `refuses` new ones (ContextRecord::SetRefused()).
-  // kUnavailable for one that an earlier incarnation of this worker may have taken part in, as the
-  // next two functions say; also of FindUnlessGone().
+  // kUnavailable for one that an earlier incarnation of this worker may have taken part in
+  // (SetOlder()); also of FindUnlessGone().
   absl::StatusOr<std::shared_ptr<ContextRecord>> FindOrAdd(ContextId id, EdgeId edge,
                                                            bool refuses = false);
 
@@ -58,18 +57,19 @@ class ContextRegistry {
 
   // The id of the last context of New(); of none that there is if it has made none.
   ContextId last() const;
-  // Has all contexts of others refused, until SetCameBack(): this worker comes back, and has not
-  // heard yet which contexts are older.
+  // Has this worker's contexts of earlier incarnations refused.
   void SetComesBack();
-  // `last`: of each other worker, ContextRegistry::last() as it was when that one had learned of
-  // this incarnation. Of the contexts up to there an earlier one may have had a part.
-  void SetCameBack(absl::Span<const ContextId> last);
+  // Has the contexts of the maker of `last` up to that one refused that are not known here: they
+  // are older than this incarnation, so that an earlier one may have had a part of them.
+  // Called again, it counts if it is less: a later incarnation of the maker may say more.
+  void SetOlder(ContextId last);
 
  private:
-  enum class Gone : uint8_t { kReleased, kTooMany, kCameEarly };
+  enum class Gone : uint8_t { kReleased, kTooMany, kOlder };
   void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Why it is known no more, of one that is not known.
   absl::Status WhyGone(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  bool IsOlder(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
   absl::Status OlderError(ContextId id) const;
 
   const ContextRecord::Holder self_;
@@ -83,8 +83,7 @@ class ContextRegistry {
   absl::flat_hash_map<WorkerRank, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);
   std::deque<ContextId> gone_order_ ABSL_GUARDED_BY(mu_);
-  bool comes_back_ ABSL_GUARDED_BY(mu_) = false;
-  // The last context of each maker that began before this incarnation was known to it.
+  // The last context of each maker that is older than this incarnation, or may be.
   absl::flat_hash_map<WorkerRank, ContextId> older_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -45,20 +45,25 @@ TEST(ContextRegistryTest, OneThatWasNeverKnownIsNotAddedByAskingForIt) {
             absl::StatusCode::kFailedPrecondition);
 }
 
-TEST(ContextRegistryTest, ContextsThatBeganBeforeAWorkerCameBackAreRefused) {
+TEST(ContextRegistryTest, ContextsThatAreOlderThanAWorkersReturnAreRefused) {
   const auto is_older = [](const absl::Status& status) {
     return absl::IsUnavailable(status) && absl::StrContains(status.message(), "came back");
   };
   ContextRegistry contexts(kSelf, /*incarnation=*/uint64_t{2} << 32);
   contexts.SetComesBack();
-  const ContextId early = MakeId(kOther, 7), older = MakeId(kOther, 5), newer = MakeId(kOther, 6);
+  const ContextId older = MakeId(kOther, 5), newer = MakeId(kOther, 6), early = MakeId(kOther, 7);
+  const ContextId greatest = LastIdOf(kOther, /*incarnation=*/1);
+  contexts.SetOlder(greatest);
   EXPECT_TRUE(is_older(contexts.FindOrAdd(early, /*edge=*/9).status()));
   EXPECT_TRUE(is_older(contexts.FindOrAdd(newer, /*edge=*/0).status()));
-  contexts.SetCameBack({older});
+  EXPECT_TRUE(is_older(contexts.FindUnlessGone(newer).status()));
+  EXPECT_TRUE(is_older(contexts.FindOrAdd(greatest, 0).status()));
+  EXPECT_TRUE(contexts.FindOrAdd(greatest + 1, 0).ok()) << "of the next incarnation of that one";
+  contexts.SetOlder(older);
   EXPECT_TRUE(is_older(contexts.FindOrAdd(older, 0).status()));
   EXPECT_TRUE(is_older(contexts.FindUnlessGone(older).status()));
   EXPECT_TRUE(contexts.FindOrAdd(newer, 0).ok());
-  EXPECT_TRUE(contexts.FindOrAdd(MakeId(kOther + 1, 1), 0).ok()) << "that one was not reached";
+  EXPECT_TRUE(contexts.FindOrAdd(MakeId(kOther + 1, 1), 0).ok());
   // An edge of it would be waited for in vain.
   EXPECT_TRUE(is_older(contexts.FindOrAdd(early, 0).status()));
   // Of its own: those of the earlier incarnation.
@@ -67,7 +72,7 @@ TEST(ContextRegistryTest, ContextsThatBeganBeforeAWorkerCameBackAreRefused) {
   EXPECT_EQ(contexts.last(), own);
   contexts.Remove(own);
   EXPECT_EQ(contexts.FindOrAdd(own, 0).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(contexts.size(), 2u);
+  EXPECT_EQ(contexts.size(), 3u);
 }
 
 // A job may last for months: what is remembered has a bound.

@@ -787,7 +787,8 @@ TEST_F(EngineTest, AContextThatBeganAfterALossHasLostNobody) {
   ASSERT_TRUE(of_peer.ok()) << of_peer.status();
   for (const auto& context : {next, *of_peer}) ASSERT_TRUE(context->AddPeer(kPeer).ok());
   engine_.OnPeerLost(kPeer, begun, absl::UnavailableError("it is gone"));
-  EXPECT_TRUE(absl::IsUnavailable(old->AddSend({.end = {.edge = 1, .peer = kPeer}, .node = nullptr})));
+  EXPECT_TRUE(
+      absl::IsUnavailable(old->AddSend({.end = {.edge = 1, .peer = kPeer}, .node = nullptr})));
   EXPECT_EQ(next->AddSend({.end = {.edge = 2, .peer = kPeer}, .node = nullptr}), absl::OkStatus());
   EXPECT_FALSE((*of_peer)->released());
 }

@@ -30,6 +30,10 @@ constexpr uint64_t MakeId(WorkerRank maker, uint64_t counter) {
 constexpr uint64_t FirstCounter(Incarnation incarnation) {
   return StartOf(incarnation) < 2 ? 0 : ((StartOf(incarnation) - 1) & 0xffff) << 32;
 }
+// The greatest that this incarnation of a maker may give.
+constexpr uint64_t LastIdOf(WorkerRank maker, Incarnation incarnation) {
+  return MakeId(maker, FirstCounter(incarnation) + 0xffffffff);
+}
 constexpr WorkerRank MakerOf(uint64_t id) { return static_cast<WorkerRank>(id >> kCounterBits); }
 constexpr uint64_t CounterOf(uint64_t id) { return id & ((uint64_t{1} << kCounterBits) - 1); }
 

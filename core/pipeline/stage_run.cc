@@ -275,8 +275,9 @@ absl::StatusOr<Tensors> StageRun::Recompute() {
     again->before.Set();
     const auto set_back = absl::MakeCleanup([&] { now.Set(); });
     outputs = Forward(again->function, std::move(again->inputs), again->wanted);
-    // Where it draws none now it drew none the first time: another thread did, as a driver does that
-    // makes its next batch meanwhile. It may be of the CPU's generator alone that none are drawn.
+    // Where it draws none now it drew none the first time: another thread did, as a driver does
+    // that makes its next batch meanwhile. It may be of the CPU's generator alone that none are
+    // drawn.
     if (!again->before.Now().IsOfEither(again->before, again->after)) {
       return absl::FailedPreconditionError(
           "the forward that is recomputed has drawn other random numbers than the first time: "

@@ -219,6 +219,9 @@ class PipelineStages::Impl {
     if (!ref.ok()) return Future<Message>::Of(ref.status());
     std::shared_ptr<RankStep> step;
     Future<Message> future;
+    // Outside the lock, for which messages wait.
+    const bool launched = worker_->local_world_size() > 0;
+    const int here = launched ? worker_->local_world_size() : worker_->CountMembersOnThisMachine();
     {
       absl::MutexLock lock(&mu_);
       const absl::StatusOr<std::shared_ptr<RankStep>> found = Find(*ref);
@@ -227,7 +230,7 @@ class PipelineStages::Impl {
       RankThread& thread = *ranks_[ref->first_stage].thread;
       // One that has started and has no thread would never end, nor would those behind it.
       RankThread::Steps steps;
-      steps.emplace_back(step, ThreadsOf(step->plan()));
+      steps.emplace_back(step, ThreadsOf(step->plan(), here, launched));
       const absl::StatusOr<Future<Message>> started = step->Start(request);
       if (!started.ok()) return Future<Message>::Of(started.status());
       thread.Run(std::move(steps));
@@ -417,11 +420,10 @@ class PipelineStages::Impl {
         "' on worker '", worker_->name(), "' since: a stage runs one step at a time"));
   }
 
-  int ThreadsOf(const StepPlan& plan) const {
+  // `here`: workers on this machine, as the launcher says if it has `launched` them.
+  int ThreadsOf(const StepPlan& plan, int here, bool launched) const {
     if (options_.num_threads > 0) return options_.num_threads;
     const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
-    const bool launched = worker_->local_world_size() > 0;
-    const int here = launched ? worker_->local_world_size() : worker_->CountMembersOnThisMachine();
     const int ranks = std::max(here, 1) * std::max(static_cast<int>(own), 1);
     return launched || ranks > 1 ? std::max(1, std::min(threads_, processors_ / ranks)) : threads_;
   }

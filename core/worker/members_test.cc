@@ -514,6 +514,60 @@ TEST_P(MembersTest, AContextThatIsOlderThanAWorkersReturnReachesItNoMore) {
   EXPECT_EQ(Train(worker(2), "worker0"), absl::OkStatus());
 }
 
+// Loses the questions of a worker that has come back.
+class LosesQuestions final : public FaultInjector {
+ public:
+  Action OnSend(const std::string&, const std::string&, Packet& packet) override {
+    const bool loses = is_on && absl::StrContains(packet.bytes, "distgrad.context.last");
+    return loses ? Action::kDrop : Action::kDeliver;
+  }
+  std::atomic<bool> is_on{false};
+};
+
+TEST(MembersStoreTest, AMemberThatHasNotSaidWhichContextsAreOlderIsAskedAgain) {
+  const auto faults = std::make_shared<LosesQuestions>();
+  const auto network = std::make_shared<InprocNetwork>(faults);
+  const std::shared_ptr<Store> store = NewInProcessStore();
+  std::unique_ptr<Worker> workers[2];
+  const auto start = [&](int rank) {
+    auto worker = Worker::Create({.store = store,
+                                  .rank = rank,
+                                  .world_size = 2,
+                                  .transport = "inproc",
+                                  .network = network,
+                                  .heartbeat_limit = absl::Seconds(1)});
+    ASSERT_TRUE(worker.ok()) << worker.status();
+    workers[rank] = *std::move(worker);
+    ASSERT_EQ(
+        workers[rank]->Register(
+            "echo", [](Request& r) -> absl::StatusOr<Message> { return std::move(r.message); }),
+        absl::OkStatus());
+  };
+  std::thread other([&] { start(1); });
+  start(0);
+  other.join();
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const auto call = [&](const Context& context) {
+    return workers[0]->Call("worker1", "echo", {"", {x}}, {.context = &context}).status();
+  };
+  const Context old = workers[0]->NewContext();
+  workers[1].reset();
+  faults->is_on = true;
+  start(1);
+  faults->is_on = false;
+  // It has not been told up to where; so it refuses a new one, too, and asks.
+  const absl::Time end = Later();
+  absl::Status status;
+  do {
+    const Context next = workers[0]->NewContext();
+    status = call(next);
+    EXPECT_TRUE(status.ok() || absl::IsUnavailable(status)) << status;
+  } while (!status.ok() && absl::Now() < end);
+  EXPECT_EQ(status, absl::OkStatus());
+  status = call(old);
+  EXPECT_TRUE(absl::IsUnavailable(status) && Contains(status, "came back")) << status;
+}
+
 // ------------------------------------------------------------------------ The end of a job
 
 TEST_P(MembersTest, WhoServesAnswersWhatIsInFlightBeforeItEnds) {
@@ -1060,7 +1114,8 @@ class HeldReader : public ForwardingStore {
       : ForwardingStore(std::move(store)), key_(std::move(key)) {}
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     auto values = ForwardingStore::GetEach(keys, deadline);
-    if (keys.size() == 1 && keys[0] == key_ && holds.exchange(false)) {
+    // Alone, or with the reader's own entry.
+    if (keys.size() <= 2 && keys[0] == key_ && holds.exchange(false)) {
       read.Notify();
       go_on.WaitForNotification();
     }

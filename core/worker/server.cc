@@ -93,7 +93,10 @@ void Server::OnCall(IncomingCall call) {
   if (header->context != 0) {
     absl::StatusOr<std::shared_ptr<ContextRecord>> found =
         parts_.contexts.FindOrAdd(header->context, header->edge, /*refuses=*/leaves);
-    if (!found.ok()) return call.Fail(found.status());
+    if (!found.ok()) {
+      if (absl::IsUnavailable(found.status())) owner->OnOlder(header->context);
+      return call.Fail(found.status());
+    }
     context = *std::move(found);
     const absl::Status added = context->AddPeer(call.from());
     if (!added.ok()) return call.Fail(added);

@@ -37,6 +37,9 @@ class Server {
    public:
     // Returns whether a call that comes now is new work, which a worker that leaves refuses.
     virtual bool Refuses(ContextId context) const = 0;
+    // Says that a call of a context was refused which is older than this worker's return, or may
+    // be.
+    virtual void OnOlder(ContextId context) = 0;
   };
   // The parts that it works with, which outlive it.
   struct Parts {

@@ -13,12 +13,15 @@
 #include "core/base/processors.h"
 #include "core/base/status.h"
 #include "core/worker/callers_loop.h"
-#include "core/worker/last_context.h"
 #include "core/worker/rendezvous.h"
 #include "core/worker/serve_sum_gradients.h"
 
 namespace distgrad {
 namespace {
+
+// A worker that comes back waits for so long for each other one to say which contexts are older;
+// those of who has not said it by then are refused until it has.
+constexpr absl::Duration kPatienceForAnswers = absl::Seconds(5);
 
 // What is to be added to its times to get those of the machine's clock, which is what the traces of
 // several processes have in common.
@@ -78,6 +81,7 @@ WorkerImpl::WorkerImpl(WorkerOptions options, Job job, WorkerInfo self,
                .contexts = contexts_,
                .engine = engine_,
                .messages = messages_}),
+      last_contexts_(self_.rank, contexts_, caller_),
       member_callback_(&pool_, agent_.get()),
       member_sync_({.self = self_.rank,
                     .worker0_serves_store = job_.worker0_serves_store,
@@ -123,12 +127,16 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> all, impl->members_->Enter(impl->self_, deadline));
   if (impl->options_.join) ReserveForPeers(all.size());  // only now is it known how many there are
   const bool comes_back = impl->members_->late() && StartOf(impl->self_.incarnation) > 1;
-  if (comes_back) impl->contexts_.SetComesBack();
   absl::Status begun;
+  if (comes_back) {
+    const auto ever = impl->members_->AllEver(deadline);
+    begun = ever.status();
+    if (ever.ok()) impl->last_contexts_.ComeBack(*ever);
+  }
   for (const WorkerInfo& worker : all) {
     if (begun.ok()) begun = impl->device_maps_.With(worker).status();
   }
-  if (begun.ok()) begun = impl->agent_->Start(impl->self_, all);
+  if (begun.ok()) begun = impl->agent_->Start(impl->self_, std::move(all));
   if (!begun.ok()) {
     // A member that is not there would be waited for.
     impl->members_->Leave(absl::InfinitePast()).IgnoreError();
@@ -142,10 +150,7 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
   });
   impl->agent_->WatchMembers(impl->members_->late());
   if (comes_back) {
-    // Who does not answer within the limit is lost to the others, too.
-    impl->contexts_.SetCameBack(
-        AskForLastContexts(impl->caller_, impl->self_.rank, all,
-                           std::min(deadline, Deadline::After(impl->options_.heartbeat_limit))));
+    impl->last_contexts_.AskAll(std::min(impl->options_.heartbeat_limit, kPatienceForAnswers));
   }
   return impl;
 }

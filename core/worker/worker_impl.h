@@ -30,6 +30,7 @@
 #include "core/worker/context.h"
 #include "core/worker/device_maps.h"
 #include "core/worker/job.h"
+#include "core/worker/last_context.h"
 #include "core/worker/member.h"
 #include "core/worker/member_callback.h"
 #include "core/worker/member_sync.h"
@@ -70,6 +71,9 @@ class WorkerImpl : public Server::Owner,
 
   // Server::Owner
   bool Refuses(ContextId context) const override;
+  void OnOlder(ContextId context) override {
+    last_contexts_.AskAgain(MakerOf(context), weak_from_this());
+  }
 
   // AgentService
   void OnCall(IncomingCall call) override { server_.OnCall(std::move(call)); }
@@ -142,6 +146,7 @@ class WorkerImpl : public Server::Owner,
   const CallMessages messages_;
   Caller caller_;
   Server server_;
+  LastContexts last_contexts_;
   MemberCallback member_callback_;
   MemberSync member_sync_;
   std::atomic<bool> leaving_{false}, joined_{false};

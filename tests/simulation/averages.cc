@@ -24,6 +24,7 @@ namespace {
 // Longer than anything in it takes, so that whoever is waited for in vain is found out.
 constexpr absl::Duration kGroupTimeout = absl::Minutes(4);
 constexpr absl::string_view kJoining = "joining the group";
+constexpr absl::string_view kMaking = "making the averager";
 constexpr int kReplicated = 3;  // parameters
 
 // What a rank does in a step, which all of them know. The context is made by one worker, and the
@@ -128,10 +129,16 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
                          bool may_fail) {
     // Who was killed joins no group any more, also when it is back. And nobody hears of a machine
     // that is gone.
-    const bool is_awaited = of == kJoining ? LacksOne(size) : killed_silently_.load();
+    // Or somebody has joined, and waits in the first collective for one that died as it did.
+    const bool is_awaited =
+        of == kJoining || of == kMaking ? LacksOne(size) : killed_silently_.load();
     const bool says_who = absl::StrContains(status.message(), "rank ") ||
                           absl::StrContains(status.message(), "not join in time");
     if (absl::IsDeadlineExceeded(status) && is_awaited && says_who) return false;
+    // What rank 0 tells those who join.
+    const bool is_untold = absl::IsNotFound(status) &&
+                           absl::StrContains(status.message(), "in the job's store in time");
+    if (of == kJoining && is_untold && is_awaited) return false;
     CheckEnd(doing.Part(of), status, deadline, Terms{.planned = may_fail || LacksOne(size)});
     return status.ok();
   };
@@ -155,7 +162,7 @@ void Job::RunAverages(const Action& action, int i, Process* process) {
                                            {.bucket_bytes = seed % 3 == 0 ? 1000u : 40u,
                                             .first_bucket_bytes = 40,
                                             .in_backward = false});
-  if (!check("making the averager", averager.status(), Deadline::Never(), false)) return;
+  if (!check(kMaking, averager.status(), Deadline::Never(), false)) return;
   rank->averager = *std::move(averager);
   for (int k = 0; k < kReplicated; ++k) {
     if (at::allclose(rank->parameters[k], Constant(0.3 * (k + 1)))) continue;

@@ -428,8 +428,11 @@ bool Job::MayBeTakenForLost(int rank, Deadline::Clock::time_point since) {
     if (each.until.at() < since) return false;
     if (each.kind == Disturbance::kDeath)
       return each.a == rank || (IsGuest(rank) && IsGuest(each.a));
-    // One that cannot ask the store holds the connections of those that it does not know.
-    if (each.kind == Disturbance::kStore) return each.a == rank || each.a == Disturbance::kAll;
+    // One that cannot ask the store holds the connections of those that it does not know; one that
+    // has no thread for that refuses them.
+    if (each.kind == Disturbance::kStore || each.kind == Disturbance::kThreads) {
+      return each.a == rank || each.a == Disturbance::kAll;
+    }
     return each.kind == Disturbance::kNetwork &&
            (each.a == rank || each.b == rank || each.b == Disturbance::kAll);
   });
@@ -497,7 +500,8 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
     case Code::kNotFound:
       if (NamesAbsent(doing, status.message())) return "";
       // A worker that has just come back, or has none of what it had before.
-      if ((says("no such function") || says("has no gradient") || says("there is no rank")) &&
+      if ((says("no such function") || says("has no gradient") || says("there is no rank") ||
+           says("needs a part of this optimizer")) &&
           IsDisturbed(doing, Disturbance::kDeath)) {
         return "";
       }
@@ -667,8 +671,9 @@ void Job::CheckTimers() {
   for (int i = 0; i < plan_.workers; ++i) {
     const std::shared_ptr<Process> process = ProcessAt(i);
     if (process == nullptr) continue;
-    // One that fires just now counts until what it does is done, which may set it again.
-    for (int k = 0; k < 10 && process->timers.use_count() > kMostTimers; ++k) {
+    // One that fires just now counts until what it does is done, which may set it again, on a
+    // thread that may stand still (kStalls).
+    for (int k = 0; k < 500 && process->timers.use_count() > kMostTimers; ++k) {
       absl::SleepFor(absl::Milliseconds(1));
     }
     if (process->timers.use_count() <= kMostTimers) continue;
