@@ -501,7 +501,8 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
       if (NamesAbsent(doing, status.message())) return "";
       // A worker that has just come back, or has none of what it had before.
       if ((says("no such function") || says("has no gradient") || says("there is no rank") ||
-           says("needs a part of this optimizer")) &&
+           says("needs a part of this optimizer") || says("has no PipelineStages") ||
+           says("has no such step")) &&
           IsDisturbed(doing, Disturbance::kDeath)) {
         return "";
       }
