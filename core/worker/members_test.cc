@@ -1115,7 +1115,7 @@ class HeldReader : public ForwardingStore {
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     auto values = ForwardingStore::GetEach(keys, deadline);
     // Alone, or with the reader's own entry.
-    if (keys.size() <= 2 && keys[0] == key_ && holds.exchange(false)) {
+    if (!keys.empty() && keys.size() <= 2 && keys[0] == key_ && holds.exchange(false)) {
       read.Notify();
       go_on.WaitForNotification();
     }
