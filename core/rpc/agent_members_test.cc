@@ -324,10 +324,20 @@ class PlayedPeerTest : public testing::Test {
     return opened;
   }
 
+  // Has "x" refuse a call to "y", as it has as many calls of its own as it may: that makes a
+  // connection which is not open.
+  void HaveACallRefused() {
+    do {
+      own_.push_back(x_.Call(0, "keep"));
+    } while (!own_.back().Done());
+    ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  }
+
   FakeClock clock_;
   FakeDirectory directory_;
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>();
   TestAgent x_{&clock_, network_, 0, 1, Options(&directory_)};
+  std::vector<Future<std::string>> own_;
   WorkerInfo y_;
   absl::Mutex mu_;
   std::vector<Played> accepted_ ABSL_GUARDED_BY(mu_);
@@ -562,11 +572,7 @@ TEST_F(PlayedPeerTest, OneThatLeavesIsConnectedToAsLongAsItIsHeard) {
 // A call that was refused here has sent nothing to its peer: how long that may take to be reached
 // is counted from what is sent.
 TEST_F(PlayedPeerTest, ARefusedCallTakesNoTimeFromThePeer) {
-  std::vector<Future<std::string>> own;
-  do {
-    own.push_back(x_.Call(0, "keep"));
-  } while (!own.back().Done());
-  ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  ASSERT_NO_FATAL_FAILURE(HaveACallRefused());
   clock_.Advance(2 * kLimit);
   x_.agent->WatchMembers(/*late=*/false);
   clock_.Advance(absl::Seconds(1));
@@ -580,14 +586,9 @@ TEST_F(PlayedPeerTest, ARefusedCallTakesNoTimeFromThePeer) {
 
 // So is its silence, though other connections' is counted all along.
 TEST_F(PlayedPeerTest, TheSilenceOfAConnectionBeginsWhenItIsOpened) {
-  std::vector<Future<std::string>> own;
-  do {
-    own.push_back(x_.Call(0, "keep"));
-  } while (!own.back().Done());
-  const Played other = {std::make_shared<TestEnd>(), nullptr};
-  const auto connection = peer_->Connect(x_.info.address, other.end);
+  const auto connection = peer_->Connect(x_.info.address, std::make_shared<TestEnd>());
   ASSERT_TRUE(connection.ok()) << connection.status();
-  ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  ASSERT_NO_FATAL_FAILURE(HaveACallRefused());
   for (int i = 0; i < 4; ++i) clock_.Advance(kLimit / 5);
   x_.agent->WatchMembers(/*late=*/false);
   clock_.Advance(absl::Seconds(1));
@@ -631,11 +632,7 @@ TEST_F(PlayedPeerTest, AConnectionWhoseFirstCallHasEndedIsGivenUpWhenItIsSilent)
 
 // A call that was refused has made one that is not open.
 TEST_F(PlayedPeerTest, WhoIsSilentIsAskedOnAnotherThoughACallWasRefused) {
-  std::vector<Future<std::string>> own;
-  do {
-    own.push_back(x_.Call(0, "keep"));
-  } while (!own.back().Done());
-  ASSERT_TRUE(absl::IsResourceExhausted(x_.Call(1, "echo").Wait().status()));
+  ASSERT_NO_FATAL_FAILURE(HaveACallRefused());
   const Played live = Connect({});
   live.Ping(1);
   for (int i = 0; i < 4; ++i) clock_.Advance(kLimit / 5);

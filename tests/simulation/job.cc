@@ -238,7 +238,11 @@ void Job::ComeBack(const Action& action) {
     if (processes_[action.a] != nullptr || !coming_back_.insert(action.a).second) return;
     death = deaths_[action.a];
   }
-  const Doing doing{absl::StrCat(Text(action), ", coming back"), nullptr, {action.a}};
+  StartAgain(action, "coming back", death).IgnoreError();
+}
+
+absl::Status Job::StartAgain(const Action& action, absl::string_view how, size_t death) {
+  const Doing doing{absl::StrCat(Text(action), ", ", how), nullptr, {action.a}};
   const absl::Status started = StartWorker(action.a, /*is_first=*/false);
   {
     absl::MutexLock lock(&mu_);
@@ -246,6 +250,7 @@ void Job::ComeBack(const Action& action) {
     if (started.ok()) disturbances_[death].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
   }
   CheckEnd(doing, started, Deadline::Never());
+  return started;
 }
 
 // As SIGSTOP does. What it does later, and what the others do then, must not be of any harm.
@@ -277,15 +282,7 @@ void Job::StartElsewhere(const Action& action, const std::shared_ptr<Process>& o
   }
   started_elsewhere_ = old->is_over = true;
   NoteDeath(*old, Deadline::Never());
-  const Doing doing{absl::StrCat(Text(action), ", starting elsewhere"), nullptr, {action.a}};
-  const absl::Status started = StartWorker(action.a, /*is_first=*/false);
-  {
-    absl::MutexLock lock(&mu_);
-    coming_back_.erase(action.a);
-    if (started.ok()) disturbances_[death].until = Deadline::After(kCalmLimits * kHeartbeatLimit);
-  }
-  CheckEnd(doing, started, Deadline::Never());
-  if (!started.ok()) {
+  if (!StartAgain(action, "starting elsewhere", death).ok()) {
     killed_ = true;  // whether the old one is still a member is not known
     return;
   }

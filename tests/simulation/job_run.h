@@ -140,6 +140,8 @@ class Job {
   void KillWorker(int i, bool silently);
   void EndProcess(Process* process, bool silently);
   void ComeBack(const Action& action);
+  // Starts a worker again, after its death among the disturbances, and checks how that ends.
+  absl::Status StartAgain(const Action& action, absl::string_view how, size_t death);
   void StopWorker(const Action& action);
   void StartElsewhere(const Action& action, const std::shared_ptr<Process>& old, Deadline resumed);
   // Checks that one whose worker has been started elsewhere learns that, and has no say any more.
