@@ -1,7 +1,6 @@
 // Finds and makes the contexts of a worker, within the limits for each origin.
 #include "core/autograd/context_registry.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,7 +23,7 @@ absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindOrAdd(Contex
   if (!gone.ok()) {
     // It may turn out to be none of the older ones (SetOlder()), and has lost the edge all the
     // same.
-    if (edge != 0 && IsOlder(id)) Remember(id, Gone::kOlder);
+    if (edge != 0 && AgeOf(id) != Age::kNewer) Remember(id, Gone::kOlder);
     return gone;
   }
   size_t& count = of_origin_[MakerOf(id)];
@@ -48,7 +47,7 @@ absl::Status ContextRegistry::WhyGone(ContextId id) const {
         "context ", id, " was refused when it came; limit contexts_per_peer is ", most_));
   }
   const bool was_older = gone != gone_.end() && gone->second == Gone::kOlder;
-  if (was_older || (gone == gone_.end() && IsOlder(id))) return OlderError(id);
+  if (was_older || (gone == gone_.end() && AgeOf(id) != Age::kNewer)) return OlderError(id);
   // Of our own contexts we know all.
   if (gone != gone_.end() || MakerOf(id) == self_.rank) {
     return absl::FailedPreconditionError(absl::StrCat("context ", id, " is released"));
@@ -57,6 +56,12 @@ absl::Status ContextRegistry::WhyGone(ContextId id) const {
 }
 
 absl::Status ContextRegistry::OlderError(ContextId id) const {
+  if (AgeOf(id) != Age::kOlder) {
+    return absl::UnavailableError(absl::StrCat(
+        "context ", id, " came when worker ", self_.rank,
+        ", which has come back, had not heard from all others which ones are older: begin another "
+        "one"));
+  }
   return absl::UnavailableError(
       absl::StrCat("context ", id, " began before worker ", self_.rank,
                    " came back, which may have lost its part of it: begin another one"));
@@ -69,18 +74,26 @@ ContextId ContextRegistry::last() const {
 
 void ContextRegistry::SetComesBack() {
   absl::MutexLock lock(&mu_);
-  older_.insert_or_assign(self_.rank, MakeId(self_.rank, last_));
+  older_.insert_or_assign(self_.rank, Older{MakeId(self_.rank, last_), /*is_said=*/true});
+  refuses_others_ = true;
+}
+
+void ContextRegistry::SetMayBeOlder(const std::vector<ContextId>& last) {
+  absl::MutexLock lock(&mu_);
+  for (const ContextId id : last) older_.insert_or_assign(MakerOf(id), Older{id});
+  refuses_others_ = false;
 }
 
 void ContextRegistry::SetOlder(ContextId last) {
   absl::MutexLock lock(&mu_);
-  const auto [known, is_new] = older_.emplace(MakerOf(last), last);
-  if (!is_new) known->second = std::min(known->second, last);
+  older_.insert_or_assign(MakerOf(last), Older{last, /*is_said=*/true});
 }
 
-bool ContextRegistry::IsOlder(ContextId id) const {
+ContextRegistry::Age ContextRegistry::AgeOf(ContextId id) const {
   const auto older = older_.find(MakerOf(id));
-  return older != older_.end() && id <= older->second;
+  if (older == older_.end()) return refuses_others_ ? Age::kMayBeOlder : Age::kNewer;
+  if (id > older->second.last) return Age::kNewer;
+  return older->second.is_said ? Age::kOlder : Age::kMayBeOlder;
 }
 
 absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindUnlessGone(ContextId id) const {

@@ -57,11 +57,14 @@ class ContextRegistry {
 
   // The id of the last context of New(); of none that there is if it has made none.
   ContextId last() const;
-  // Has this worker's contexts of earlier incarnations refused.
+  // Has this worker's contexts of earlier incarnations refused, and all of others that are not
+  // known here, until SetMayBeOlder(): an earlier incarnation may have a part of them.
   void SetComesBack();
-  // Has the contexts of the maker of `last` up to that one refused that are not known here: they
-  // are older than this incarnation, so that an earlier one may have had a part of them.
-  // Called again, it counts if it is less: a later incarnation of the maker may say more.
+  // Has fewer refused: those of the maker of each of `last` up to that one, until the maker has
+  // said more. The contexts of makers that are not named are newer.
+  void SetMayBeOlder(const std::vector<ContextId>& last);
+  // Has those of the maker of `last` up to that one refused, as that maker says, whatever was said
+  // of it before.
   void SetOlder(ContextId last);
 
  private:
@@ -69,8 +72,10 @@ class ContextRegistry {
   void Remember(ContextId id, Gone how) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Why it is known no more, of one that is not known.
   absl::Status WhyGone(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  bool IsOlder(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
-  absl::Status OlderError(ContextId id) const;
+  // How a context compares with this incarnation, of which an earlier one may have a part of it.
+  enum class Age : uint8_t { kNewer, kMayBeOlder, kOlder };
+  Age AgeOf(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
+  absl::Status OlderError(ContextId id) const ABSL_SHARED_LOCKS_REQUIRED(mu_);
 
   const ContextRecord::Holder self_;
   const size_t most_;
@@ -83,8 +88,14 @@ class ContextRegistry {
   absl::flat_hash_map<WorkerRank, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);
   std::deque<ContextId> gone_order_ ABSL_GUARDED_BY(mu_);
-  // The last context of each maker that is older than this incarnation, or may be.
-  absl::flat_hash_map<WorkerRank, ContextId> older_ ABSL_GUARDED_BY(mu_);
+  // The last context of each maker that is older than this incarnation, or may be as long as the
+  // maker has not said which is.
+  struct Older {
+    ContextId last = 0;
+    bool is_said = false;
+  };
+  absl::flat_hash_map<WorkerRank, Older> older_ ABSL_GUARDED_BY(mu_);
+  bool refuses_others_ ABSL_GUARDED_BY(mu_) = false;  // all that are not known, whoever made them
 };
 
 }  // namespace distgrad

@@ -1,11 +1,16 @@
 // Asks for the last context of each member, and reads the answers.
 #include "core/worker/last_context.h"
 
+#include <algorithm>
+#include <new>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "core/base/deadline.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "core/base/error_list.h"
 #include "core/base/future.h"
+#include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
 
@@ -17,50 +22,103 @@ absl::StatusOr<Message> ServeLastContext(const ContextRegistry& contexts) {
   return message;
 }
 
-void LastContexts::ComeBack(absl::Span<const WorkerInfo> ever) {
-  contexts_.SetComesBack();
-  absl::MutexLock lock(&mu_);
-  for (const WorkerInfo& each : ever) {
-    if (each.rank == self_) continue;
-    contexts_.SetOlder(LastIdOf(each.rank, each.incarnation));
-    if (!each.left) unheard_.emplace(each.rank, false);
-  }
+absl::Duration LastContexts::Patience() const {
+  return std::min(parts_.heartbeat_limit, absl::Seconds(5));
 }
 
-void LastContexts::AskAll(absl::Duration patience) {
-  std::vector<std::pair<WorkerRank, Answer>> answers;
+void LastContexts::ComeBack(absl::Span<const WorkerInfo> ever) {
+  parts_.contexts.SetComesBack();
+  absl::MutexLock lock(&mu_);
+  for (const WorkerInfo& each : ever) {
+    // Who has left, or leaves, takes part in no context that is new to it.
+    if (each.rank == parts_.self.rank || each.left) continue;
+    unheard_.emplace(each.rank, Unheard{.incarnation = each.incarnation});
+  }
+  stage_ = Stage::kAllAreRefused;
+  is_busy_ = true;  // until AskAll() has asked
+}
+
+void LastContexts::AskAll(Deadline deadline) {
+  std::vector<WorkerRank> members;
   {
     absl::MutexLock lock(&mu_);
-    for (const auto& [maker, is_asked] : unheard_) answers.emplace_back(maker, ContextId{0});
+    for (const auto& [member, unheard] : unheard_) members.push_back(member);
+    awaited_ = members.size();
   }
-  for (int round = 0; round < 2; ++round) {
-    const Deadline deadline = Deadline::After(patience);
-    std::vector<Future<Message>> calls;
-    for (const auto& [maker, last] : answers) {
-      // Who has not answered has had its time.
-      calls.push_back(last.ok() ? caller_.Call(maker, kLastContext, Message(),
-                                               {.deadline = deadline}, /*wait=*/true)
-                                : Future<Message>::Of(last.status()));
-    }
-    for (size_t i = 0; i < calls.size(); ++i) {
-      answers[i].second = Read(answers[i].first, calls[i].Take());
-    }
+  std::vector<std::string> silent = AskAndWait(members, deadline);
+  const auto makers = GoOn(std::min(deadline, Deadline::After(Patience())));
+  if (!makers.ok()) {
+    silent.push_back(absl::StrCat("the job's store: ", makers.status().message()));
+  } else if (!makers->empty()) {
+    silent = AskAndWait(*makers, deadline);
   }
-  for (const auto& [maker, last] : answers) Take(maker, last);
+  bool all_are_refused;
+  {
+    absl::MutexLock lock(&mu_);
+    all_are_refused = stage_ == Stage::kAllAreRefused;
+  }
+  if (silent.empty()) return;
+  DG_LOG(WARNING) << "worker '" << parts_.self.name << "' (" << parts_.self.rank
+                  << ") has come back, and refuses "
+                  << (all_are_refused ? "all contexts of other workers" : "contexts of these")
+                  << " until they have answered: " << FirstOf(silent);
 }
 
 void LastContexts::AskAgain(WorkerRank maker, std::weak_ptr<void> owner) {
+  std::vector<WorkerRank> members;
   {
     absl::MutexLock lock(&mu_);
-    const auto found = unheard_.find(maker);
-    if (found == unheard_.end() || std::exchange(found->second, true)) return;
+    if (stage_ == Stage::kAllAreRefused) {
+      if (is_busy_) return;
+      for (const auto& [member, unheard] : unheard_) members.push_back(member);
+      is_busy_ = true;
+      awaited_ = members.size() + 1;
+    } else {
+      const auto found = unheard_.find(maker);
+      if (found == unheard_.end() || found->second.is_asked) return;
+      members.push_back(maker);
+      found->second.is_asked = true;
+    }
   }
-  absl::Cleanup ask_next_time = [&] { Take(maker, absl::CancelledError("")); };
-  caller_.Call(maker, kLastContext, Message(), {}, /*wait=*/false)
-      .Then([this, owner = std::move(owner), maker](const absl::StatusOr<Message>& answer) {
-        if (const auto alive = owner.lock()) Take(maker, Read(maker, answer));
-      });
-  std::move(ask_next_time).Cancel();
+  Ask(members, owner);
+  // Where the store alone has not answered nobody is asked.
+  TakeAndGoOn(parts_.self.rank, absl::CancelledError(""), owner);
+}
+
+void LastContexts::Stop() { stop_->Cancel(absl::CancelledError("this worker leaves")); }
+
+Future<Message> LastContexts::Call(WorkerRank member, Deadline deadline, bool wait) {
+  return parts_.caller.Call(member, kLastContext, Message(),
+                            {.deadline = deadline, .cancellation = stop_}, wait);
+}
+
+std::vector<std::string> LastContexts::AskAndWait(const std::vector<WorkerRank>& members,
+                                                  Deadline deadline) {
+  deadline = std::min(deadline, Deadline::After(Patience()));
+  std::vector<Future<Message>> calls;
+  for (const WorkerRank member : members) calls.push_back(Call(member, deadline, /*wait=*/true));
+  std::vector<std::string> silent;
+  for (size_t i = 0; i < members.size(); ++i) {
+    const Answer last = Read(members[i], calls[i].Take());
+    if (!last.ok()) silent.emplace_back(last.status().message());
+    Take(members[i], last);
+  }
+  return silent;
+}
+
+void LastContexts::Ask(const std::vector<WorkerRank>& members, const std::weak_ptr<void>& owner) {
+  const Deadline deadline = Deadline::After(Patience());
+  for (const WorkerRank member : members) {
+    try {
+      Call(member, deadline, /*wait=*/false)
+          .Then([this, owner, member](const absl::StatusOr<Message>& answer) {
+            const auto alive = owner.lock();
+            if (alive != nullptr) TakeAndGoOn(member, Read(member, answer), owner);
+          });
+    } catch (const std::bad_alloc&) {
+      TakeAndGoOn(member, absl::Status(absl::StatusCode::kResourceExhausted, ""), owner);
+    }
+  }
 }
 
 LastContexts::Answer LastContexts::Read(WorkerRank maker, const absl::StatusOr<Message>& answer) {
@@ -73,14 +131,88 @@ LastContexts::Answer LastContexts::Read(WorkerRank maker, const absl::StatusOr<M
   return last;
 }
 
-void LastContexts::Take(WorkerRank maker, const Answer& last) {
+bool LastContexts::Take(WorkerRank member, const Answer& last) {
   absl::MutexLock lock(&mu_);
-  const auto found = unheard_.find(maker);
-  if (found == unheard_.end()) return;
-  found->second = false;
-  if (!last.ok()) return;
-  contexts_.SetOlder(*last);
-  unheard_.erase(found);
+  const auto found = unheard_.find(member);
+  if (found != unheard_.end()) {
+    found->second.is_asked = false;
+    if (last.ok()) {
+      // In the first stage it says only that it knows this incarnation.
+      if (stage_ == Stage::kMakersAreAsked) parts_.contexts.SetOlder(*last);
+      unheard_.erase(found);
+    }
+  }
+  return stage_ == Stage::kAllAreRefused && --awaited_ == 0;
+}
+
+void LastContexts::TakeAndGoOn(WorkerRank member, const Answer& last,
+                               const std::weak_ptr<void>& owner) {
+  if (!Take(member, last)) return;
+  absl::Cleanup is_over = [this] {
+    absl::MutexLock lock(&mu_);
+    is_busy_ = false;
+  };
+  if (stop_->cancelled()) return;
+  try {
+    const bool runs = parts_.lookups.Run([this, owner] {
+      // Not twice: others may have been asked meanwhile, whose answers would count for another
+      // stage.
+      try {
+        const auto makers = GoOn(absl::InfinitePast());
+        if (makers.ok()) Ask(*makers, owner);
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next refusal does it
+      }
+    });
+    if (runs) std::move(is_over).Cancel();
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): so it does then
+  }
+}
+
+absl::StatusOr<std::vector<WorkerRank>> LastContexts::GoOn(Deadline deadline) {
+  const absl::Cleanup is_over = [this] {
+    absl::MutexLock lock(&mu_);
+    is_busy_ = false;
+  };
+  bool all_have_answered;
+  {
+    absl::MutexLock lock(&mu_);
+    all_have_answered = unheard_.empty();
+  }
+  DG_ASSIGN_OR_RETURN(const std::vector<WorkerInfo> ever, parts_.members.AllEver(deadline));
+  absl::flat_hash_set<WorkerRank> lost;
+  if (!all_have_answered) {
+    DG_ASSIGN_OR_RETURN(const Membership::Losses losses, parts_.members.LossesOf(ever));
+    for (const Membership::LostMember& member : losses.lost) lost.insert(member.worker.rank);
+  }
+  const auto is_lost = [&](const WorkerInfo& each) {
+    return lost.contains(each.rank) || parts_.agent.LossOf(each.rank, each.incarnation) != 0;
+  };
+  std::vector<WorkerRank> makers;
+  std::vector<ContextId> last;
+  absl::flat_hash_map<WorkerRank, Unheard> unheard;
+  absl::MutexLock lock(&mu_);
+  for (const WorkerInfo& each : ever) {
+    if (each.rank == parts_.self.rank) continue;
+    const auto found = unheard_.find(each.rank);
+    // One that has left takes part in no context that is new to it; one that has come back since
+    // has found this incarnation in the store.
+    if (found != unheard_.end() &&
+        (each.left || each.incarnation != found->second.incarnation || is_lost(each))) {
+      unheard_.erase(found);
+    }
+    // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
+    // comes.
+    const bool is_there = !each.left && !is_lost(each);
+    if (is_there) makers.push_back(each.rank);
+    last.push_back(LastIdOf(each.rank, each.incarnation));
+    unheard.emplace(each.rank, Unheard{.incarnation = each.incarnation, .is_asked = is_there});
+  }
+  if (!unheard_.empty()) return std::vector<WorkerRank>();
+  // Whoever comes after that begins all contexts of its own later than this.
+  parts_.contexts.SetMayBeOlder(last);
+  unheard_ = std::move(unheard);
+  stage_ = Stage::kMakersAreAsked;
+  return makers;
 }
 
 }  // namespace distgrad

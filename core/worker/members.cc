@@ -70,6 +70,7 @@ absl::Status WorkerImpl::Shutdown(Deadline deadline, OnLost on_lost) {
 }
 
 absl::Status WorkerImpl::AwaitIdle(Deadline deadline, bool contexts) {
+  last_contexts_.Stop();  // nothing new is to be accepted
   Backoff backoff(deadline);
   size_t serving, calls, of_contexts;
   do {

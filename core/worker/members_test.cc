@@ -26,9 +26,11 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "core/base/log.h"
 #include "core/membership/membership.h"
 #include "core/membership/store/in_process_store.h"
 #include "core/membership/store/signed_store.h"
+#include "core/membership/worker_info.h"
 #include "core/net/endpoint.h"
 #include "core/rpc/frame.h"
 #include "core/transport/inproc/inproc_transport.h"
@@ -514,58 +516,193 @@ TEST_P(MembersTest, AContextThatIsOlderThanAWorkersReturnReachesItNoMore) {
   EXPECT_EQ(Train(worker(2), "worker0"), absl::OkStatus());
 }
 
-// Loses the questions of a worker that has come back.
+// Loses the questions of a worker that has come back, to one or to all. Thread-safe.
 class LosesQuestions final : public FaultInjector {
  public:
-  Action OnSend(const std::string&, const std::string&, Packet& packet) override {
-    const bool loses = is_on && absl::StrContains(packet.bytes, "distgrad.context.last");
-    return loses ? Action::kDrop : Action::kDeliver;
+  Action OnSend(const std::string&, const std::string& to, Packet& packet) override {
+    if (!absl::StrContains(packet.bytes, "distgrad.context.last")) return Action::kDeliver;
+    absl::MutexLock lock(&mu_);
+    return is_on_ && (to_.empty() || to_ == to) ? Action::kDrop : Action::kDeliver;
   }
-  std::atomic<bool> is_on{false};
+  void Begin(std::string to) {
+    absl::MutexLock lock(&mu_);
+    is_on_ = true;
+    to_ = std::move(to);
+  }
+  void End() {
+    absl::MutexLock lock(&mu_);
+    is_on_ = false;
+  }
+
+ private:
+  absl::Mutex mu_;
+  bool is_on_ ABSL_GUARDED_BY(mu_) = false;
+  std::string to_ ABSL_GUARDED_BY(mu_);  // "": to all
 };
 
-TEST(MembersStoreTest, AMemberThatHasNotSaidWhichContextsAreOlderIsAskedAgain) {
-  const auto faults = std::make_shared<LosesQuestions>();
-  const auto network = std::make_shared<InprocNetwork>(faults);
-  const std::shared_ptr<Store> store = NewInProcessStore();
-  std::unique_ptr<Worker> workers[2];
-  const auto start = [&](int rank) {
-    auto worker = Worker::Create({.store = store,
-                                  .rank = rank,
-                                  .world_size = 2,
-                                  .transport = "inproc",
-                                  .network = network,
-                                  .heartbeat_limit = absl::Seconds(1)});
+// What was logged. Thread-safe.
+class Warnings {
+ public:
+  void Add(absl::string_view text) {
+    absl::MutexLock lock(&mu_);
+    texts_.emplace_back(text);
+  }
+  int CountThoseWith(absl::string_view part) const {
+    absl::MutexLock lock(&mu_);
+    return static_cast<int>(std::count_if(texts_.begin(), texts_.end(), [&](const auto& text) {
+      return absl::StrContains(text, part);
+    }));
+  }
+
+ private:
+  mutable absl::Mutex mu_;
+  std::vector<std::string> texts_ ABSL_GUARDED_BY(mu_);
+};
+
+// "worker1" comes back, and does not hear from all others at once.
+class ReturnTest : public testing::Test {
+ protected:
+  WorkerOptions Options(int rank) const {
+    return {.store = store_,
+            .rank = rank,
+            .world_size = world_size_,
+            .transport = "inproc",
+            .network = network_,
+            .heartbeat_limit = absl::Seconds(1)};
+  }
+  void Create(WorkerOptions options) {
+    const int rank = options.rank;
+    auto worker = Worker::Create(std::move(options));
     ASSERT_TRUE(worker.ok()) << worker.status();
-    workers[rank] = *std::move(worker);
-    ASSERT_EQ(
-        workers[rank]->Register(
-            "echo", [](Request& r) -> absl::StatusOr<Message> { return std::move(r.message); }),
-        absl::OkStatus());
-  };
-  std::thread other([&] { start(1); });
-  start(0);
-  other.join();
-  const at::Tensor x = at::ones({3}).requires_grad_();
-  const auto call = [&](const Context& context) {
-    return workers[0]->Call("worker1", "echo", {"", {x}}, {.context = &context}).status();
-  };
-  const Context old = workers[0]->NewContext();
-  workers[1].reset();
-  faults->is_on = true;
-  start(1);
-  faults->is_on = false;
+    workers_[rank] = *std::move(worker);
+  }
+  void Start(int world_size) {
+    world_size_ = world_size;
+    workers_.resize(world_size);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < world_size; ++rank) {
+      threads.emplace_back([this, rank] { Create(Options(rank)); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  std::string AddressOf(int rank) const {
+    const auto entry = store_->Get(absl::StrCat("worker/", rank), Later());
+    return DecodeWorkerInfo(*entry, static_cast<WorkerRank>(rank))->address;
+  }
+  absl::Status CallInContext(const Context& context) {
+    const at::Tensor x = at::ones({3}).requires_grad_();
+    return workers_[0]->CallOp("worker1", "aten::neg", {x}, {.context = &context}).status();
+  }
+  absl::Status CallInNewContext() { return CallInContext(workers_[0]->NewContext()); }
+  // Calls worker 1, each time in another context, until that is served.
+  absl::Status CallUntilServed(absl::Duration limit = absl::Seconds(40)) {
+    const absl::Time end = absl::Now() + limit;
+    absl::Status status;
+    do {
+      status = CallInNewContext();
+    } while (absl::IsUnavailable(status) && absl::Now() < end);
+    return status;
+  }
+
+  const std::shared_ptr<LosesQuestions> faults_ = std::make_shared<LosesQuestions>();
+  const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(faults_);
+  const std::shared_ptr<Store> store_ = NewInProcessStore();
+  int world_size_ = 0;
+  std::vector<std::unique_ptr<Worker>> workers_;
+};
+
+TEST_F(ReturnTest, AMemberThatHasNotSaidWhichContextsAreOlderIsAskedAgain) {
+  Start(2);
+  const Context old = workers_[0]->NewContext();
+  workers_[1].reset();
+  faults_->Begin(/*to=*/"");
+  Create(Options(1));
   // It has not been told up to where; so it refuses a new one, too, and asks.
-  const absl::Time end = Later();
-  absl::Status status;
-  do {
-    const Context next = workers[0]->NewContext();
-    status = call(next);
-    EXPECT_TRUE(status.ok() || absl::IsUnavailable(status)) << status;
-  } while (!status.ok() && absl::Now() < end);
-  EXPECT_EQ(status, absl::OkStatus());
-  status = call(old);
+  absl::Status status = CallInNewContext();
+  EXPECT_TRUE(absl::IsUnavailable(status)) << status;
+  faults_->End();
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+  status = CallInContext(old);
   EXPECT_TRUE(absl::IsUnavailable(status) && Contains(status, "came back")) << status;
+}
+
+// Worker 2 may still have what it had with the former worker 1, and involve it in any context,
+// whoever has made that: so none is safe until it has answered, as the maker's next ones are.
+TEST_F(ReturnTest, NoContextIsServedBeforeAllHaveDroppedTheFormerIncarnation) {
+  const auto warnings = std::make_shared<Warnings>();
+  SetLogSink([warnings](LogSeverity, absl::string_view text) { warnings->Add(text); });
+  Start(3);
+  faults_->Begin(/*to=*/AddressOf(2));
+  workers_[1].reset();
+  std::atomic<bool> is_back{false};
+  std::thread back([&] {
+    Create(Options(1));
+    is_back = true;
+  });
+  int served = 0, calls = 0;
+  for (int since = 0; since < 20; since += is_back ? 1 : 0) {
+    ++calls;
+    served += CallInNewContext().ok() ? 1 : 0;
+  }
+  back.join();
+  EXPECT_EQ(served, 0) << "of " << calls;
+  const std::string silent =
+      "worker 'worker1' (1) has come back, and refuses all contexts of other workers until they "
+      "have answered: call of 'distgrad.context.last' on worker 'worker2' (2): ";
+  EXPECT_EQ(warnings->CountThoseWith(silent), 1);
+  SetLogSink(nullptr);
+  faults_->End();
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+}
+
+// Worker 2 says it in the store.
+TEST_F(ReturnTest, OneThatIsLostKeepsNoContextsRefused) {
+  Start(4);
+  workers_[3].reset();
+  workers_[1].reset();
+  Create(Options(1));
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+}
+
+TEST_F(ReturnTest, OneThatLeavesKeepsNoContextsRefused) {
+  Start(3);
+  faults_->Begin(/*to=*/AddressOf(2));
+  workers_[1].reset();
+  Create(Options(1));
+  EXPECT_FALSE(CallInNewContext().ok());
+  EXPECT_EQ(workers_[2]->Leave(Later()), absl::OkStatus());
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+}
+
+// It takes part in its own contexts as long as they last, and in no others that are new.
+TEST_F(ReturnTest, OneThatLeavesSaysWhichOfItsContextsAreOlder) {
+  Start(2);
+  Context kept = workers_[0]->NewContext();
+  workers_[1].reset();
+  absl::Status left = absl::UnknownError("not run");
+  std::thread leaving([&] { left = workers_[0]->Leave(Later()); });
+  while (!DecodeWorkerInfo(*store_->Get("worker/0", Later()), 0)->left) std::this_thread::yield();
+  Create(Options(1));
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+  const absl::Status old = CallInContext(kept);
+  EXPECT_TRUE(Contains(old, "began before worker 1 came back")) << old;
+  kept.Release();
+  leaving.join();
+  EXPECT_EQ(left, absl::OkStatus());
+}
+
+TEST_F(ReturnTest, ItsQuestionsKeepItNeitherFromStartingInTimeNorFromLeaving) {
+  Start(2);
+  workers_[1].reset();
+  faults_->Begin(/*to=*/"");
+  WorkerOptions options = Options(1);
+  options.heartbeat_limit = absl::Seconds(20);
+  options.join_timeout = absl::Seconds(2);
+  const absl::Time begin = absl::Now();
+  Create(std::move(options));
+  EXPECT_LT(absl::Now() - begin, absl::Milliseconds(4500));
+  EXPECT_TRUE(absl::IsUnavailable(CallInNewContext())) << "which has it ask again";
+  EXPECT_EQ(workers_[1]->Leave(absl::Now() + absl::Seconds(1)), absl::OkStatus());
 }
 
 // ------------------------------------------------------------------------ The end of a job

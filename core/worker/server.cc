@@ -26,6 +26,7 @@
 #include "core/tensor/operator_policy.h"
 #include "core/tensor/piece_count.h"
 #include "core/tensor/values.h"
+#include "core/worker/last_context.h"
 
 namespace distgrad {
 namespace {
@@ -84,7 +85,8 @@ void Server::OnCall(IncomingCall call) {
   const std::shared_ptr<Owner> owner = owner_.lock();
   if (owner == nullptr) return call.Fail(absl::CancelledError("this worker is shutting down"));
   absl::Status refusal = call.refusal();
-  const bool leaves = call.from() != parts_.self.rank && owner->Refuses(header->context);
+  const bool leaves = call.from() != parts_.self.rank && call.function() != kLastContext &&
+                      owner->Refuses(header->context);
   if (leaves) {
     refusal = absl::UnavailableError("it is leaving the job");
     if (header->edge == 0) return call.Fail(refusal);

@@ -19,10 +19,6 @@
 namespace distgrad {
 namespace {
 
-// A worker that comes back waits for so long for each other one to say which contexts are older;
-// those of who has not said it by then are refused until it has.
-constexpr absl::Duration kPatienceForAnswers = absl::Seconds(5);
-
 // What is to be added to its times to get those of the machine's clock, which is what the traces of
 // several processes have in common.
 absl::Duration ToMachinesClock(Clock& clock) {
@@ -81,7 +77,13 @@ WorkerImpl::WorkerImpl(WorkerOptions options, Job job, WorkerInfo self,
                .contexts = contexts_,
                .engine = engine_,
                .messages = messages_}),
-      last_contexts_(self_.rank, contexts_, caller_),
+      last_contexts_({.self = self_,
+                      .heartbeat_limit = options_.heartbeat_limit,
+                      .contexts = contexts_,
+                      .caller = caller_,
+                      .members = *members_,
+                      .lookups = lookups_,
+                      .agent = *agent_}),
       member_callback_(&pool_, agent_.get()),
       member_sync_({.self = self_.rank,
                     .worker0_serves_store = job_.worker0_serves_store,
@@ -149,9 +151,7 @@ absl::StatusOr<std::shared_ptr<WorkerImpl>> WorkerImpl::Create(WorkerOptions opt
     raw->member_sync_.OnDenied(denied);
   });
   impl->agent_->WatchMembers(impl->members_->late());
-  if (comes_back) {
-    impl->last_contexts_.AskAll(std::min(impl->options_.heartbeat_limit, kPatienceForAnswers));
-  }
+  if (comes_back) impl->last_contexts_.AskAll(deadline);
   return impl;
 }
 
