@@ -3394,7 +3394,7 @@ TEST_P(PipelineTest, RanksOfOneWorkerShareItsProcessors) {
 TEST_P(PipelineTest, WorkersOfOneMachineShareItsProcessors) {
   Cluster cluster(Workers(2));
   ASSERT_EQ(cluster[0].local_world_size(), 0);
-  EXPECT_EQ(cluster[0].CountMembersOnThisMachine(), 2);
+  EXPECT_EQ(cluster[0].MembersOnThisMachine().size(), 2u);
   const EqualLayers layers(2);
   std::array<std::atomic<int>, 2> threads{};
   const int before = at::get_num_threads();
@@ -3409,6 +3409,24 @@ TEST_P(PipelineTest, WorkersOfOneMachineShareItsProcessors) {
   const int each = std::max(1, UsableProcessors() / 2);
   EXPECT_EQ(threads[0], each);
   EXPECT_EQ(threads[1], each);
+}
+
+TEST_P(PipelineTest, ADriverWithoutStagesNeedsNoProcessors) {
+  Cluster cluster(Workers(2));
+  const EqualLayers layers(1);
+  std::atomic<int> threads{0};
+  const int before = at::get_num_threads(), all = UsableProcessors() + 1;
+  at::set_num_threads(all);
+  const auto stages = MakeStages(cluster, {1}, [&](int stage, Tensors in) {
+    threads = at::get_num_threads();
+    return layers.Forward(stage, in);
+  });
+  at::set_num_threads(before);
+  const auto pipeline = Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {"worker1"}, .schedule = *GPipe(1, 1)});
+  ASSERT_TRUE(pipeline.ok()) << pipeline.status();
+  ASSERT_EQ((*pipeline)->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  EXPECT_EQ(threads, all);
 }
 
 // The thread of a rank forgets what it had when another rank shared the worker.

@@ -220,8 +220,7 @@ class PipelineStages::Impl {
     std::shared_ptr<RankStep> step;
     Future<Message> future;
     // Outside the lock, for which messages wait.
-    const bool launched = worker_->local_world_size() > 0;
-    const int here = launched ? worker_->local_world_size() : worker_->CountMembersOnThisMachine();
+    const Neighbours neighbours = FindNeighbours();
     {
       absl::MutexLock lock(&mu_);
       const absl::StatusOr<std::shared_ptr<RankStep>> found = Find(*ref);
@@ -230,7 +229,7 @@ class PipelineStages::Impl {
       RankThread& thread = *ranks_[ref->first_stage].thread;
       // One that has started and has no thread would never end, nor would those behind it.
       RankThread::Steps steps;
-      steps.emplace_back(step, ThreadsOf(step->plan(), here, launched));
+      steps.emplace_back(step, ThreadsOf(*step, neighbours));
       const absl::StatusOr<Future<Message>> started = step->Start(request);
       if (!started.ok()) return Future<Message>::Of(started.status());
       thread.Run(std::move(steps));
@@ -420,12 +419,36 @@ class PipelineStages::Impl {
         "' on worker '", worker_->name(), "' since: a stage runs one step at a time"));
   }
 
-  // `here`: workers on this machine, as the launcher says if it has `launched` them.
-  int ThreadsOf(const StepPlan& plan, int here, bool launched) const {
+  // The workers on this machine, this one among them: how many the launcher says there are, or
+  // else, where that is 0, those whose addresses say it.
+  struct Neighbours {
+    int launched = 0;
+    std::vector<Member> members = {};
+  };
+  Neighbours FindNeighbours() const {
+    if (options_.num_threads > 0) return {};
+    if (const int launched = worker_->local_world_size(); launched > 0) return {launched, {}};
+    return {0, worker_->MembersOnThisMachine()};
+  }
+
+  int ThreadsOf(const RankStep& step, const Neighbours& neighbours) const {
     if (options_.num_threads > 0) return options_.num_threads;
-    const auto own = std::count(plan.workers.begin(), plan.workers.end(), worker_->name());
+    const std::vector<std::string>& workers = step.plan().workers;
+    // One that only drives the step waits for it meanwhile. All others may compute: the pipelines
+    // of replicas do so at the same time, and are not in this plan.
+    const auto computes = [&](const Member& member) {
+      return member.rank != step.driver() ||
+             std::count(workers.begin(), workers.end(), member.name) > 0;
+    };
+    const bool is_launched = neighbours.launched > 0;
+    const int here = is_launched
+                         ? neighbours.launched
+                         : static_cast<int>(std::count_if(neighbours.members.begin(),
+                                                          neighbours.members.end(), computes));
+    const auto own = std::count(workers.begin(), workers.end(), worker_->name());
     const int ranks = std::max(here, 1) * std::max(static_cast<int>(own), 1);
-    return launched || ranks > 1 ? std::max(1, std::min(threads_, processors_ / ranks)) : threads_;
+    return is_launched || ranks > 1 ? std::max(1, std::min(threads_, processors_ / ranks))
+                                    : threads_;
   }
 
   absl::Status Closed() const {

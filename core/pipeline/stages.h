@@ -33,7 +33,8 @@ struct PipelineStagesOptions {
   // time. 0: as many as at::get_num_threads() says for the thread that makes the stages, when it
   // does: a later at::set_num_threads() does not reach them; but where the machine has several
   // workers, as the launcher or else their addresses say, or this one has several ranks, no more
-  // than the processors that this thread may use then give to each rank of each of them.
+  // than the processors that this thread may use then give to each rank of each of them. Set it
+  // where each worker was given processors of its own, which that would divide once more.
   int num_threads = 0;
   // Averages the gradients of the stages here over the replicas of the pipeline, in each Train():
   // that of the worker that has these stages in each replica, over all parameters that they train,

@@ -33,10 +33,14 @@ std::vector<Member> WorkerImpl::members() const {
   return members;
 }
 
-int WorkerImpl::CountMembersOnThisMachine() const {
-  const std::vector<WorkerInfo> all = agent_->Members();
-  return static_cast<int>(absl::c_count_if(
-      all, [&](const WorkerInfo& each) { return job_.transport->IsOnThisMachine(each.address); }));
+std::vector<Member> WorkerImpl::MembersOnThisMachine() const {
+  std::vector<Member> members;
+  for (const WorkerInfo& worker : agent_->Members()) {
+    if (!job_.transport->IsOnThisMachine(worker.address)) continue;
+    if (agent_->LossOf(worker.rank, worker.incarnation) != 0) continue;
+    members.push_back({worker.rank, worker.name, worker.incarnation});
+  }
+  return members;
 }
 
 absl::Status WorkerImpl::UpdateMembers(Deadline deadline) {

@@ -779,6 +779,20 @@ TEST_P(MembersTest, TheDeathOfAMemberEndsWhatWaitsForIt) {
 }
 
 // It has an entry in the store, and was gone before anybody heard of it.
+TEST_P(MembersTest, OneThatIsLostIsNotOnThisMachine) {
+  Start(2);
+  EXPECT_EQ(worker(0).MembersOnThisMachine().size(), 2u);
+  workers_[1].reset();
+  const absl::Time end = Later();
+  while (worker(0).MembersOnThisMachine().size() > 1 && absl::Now() < end) {
+    absl::SleepFor(absl::Milliseconds(10));
+  }
+  const std::vector<Member> here = worker(0).MembersOnThisMachine();
+  ASSERT_EQ(here.size(), 1u);
+  EXPECT_EQ(here[0].name, "worker0");
+  EXPECT_EQ(worker(0).world_size(), 2) << "it may come back";
+}
+
 TEST_P(MembersTest, AMemberThatNobodyHasMetIsMissed) {
   Start(1);
   Membership ghost(store_, {.name = "ghost", .join = true});

@@ -36,7 +36,7 @@ int Worker::local_rank() const { return impl_->job().local_rank; }
 const Limits& Worker::limits() const { return impl_->options().limits; }
 int Worker::local_world_size() const { return impl_->job().local_world_size; }
 
-int Worker::CountMembersOnThisMachine() const { return impl_->CountMembersOnThisMachine(); }
+std::vector<Member> Worker::MembersOnThisMachine() const { return impl_->MembersOnThisMachine(); }
 std::vector<std::string> Worker::names() const {
   std::vector<std::string> names;
   for (Member& member : members()) names.push_back(std::move(member.name));

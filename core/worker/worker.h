@@ -114,9 +114,9 @@ class Worker {
   // says: to choose a device by. 0 and 0 where it says nothing.
   int local_rank() const;
   int local_world_size() const;
-  // Returns the number of members, with this one, that are known to run on this worker's machine,
-  // by their addresses; 0 where those do not say it.
-  int CountMembersOnThisMachine() const;
+  // Returns the members, this one among them, that are known to run on this worker's machine, by
+  // their addresses, without those that are known to be lost; none where addresses do not say it.
+  std::vector<Member> MembersOnThisMachine() const;
   // Returns the limits of what it holds, and lets others make it hold.
   const Limits& limits() const;
 

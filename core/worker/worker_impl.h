@@ -54,7 +54,7 @@ class WorkerImpl : public Server::Owner,
   Context NewContext() { return Context(shared_from_this(), contexts_.New(), /*is_origin=*/true); }
   // Members: members.cc.
   std::vector<Member> members() const;
-  int CountMembersOnThisMachine() const;
+  std::vector<Member> MembersOnThisMachine() const;
   absl::Status UpdateMembers(Deadline deadline);
   absl::Status Barrier(Deadline deadline, OnLost on_lost);
   absl::Status Shutdown(Deadline deadline, OnLost on_lost);

@@ -630,7 +630,8 @@ impl<'a> PipelineStagesOptions<'a> {
     /// [`num_threads`](crate::num_threads) says on the thread that creates the stages, when it does
     /// (a later [`set_num_threads`](crate::set_num_threads) does not reach them), but where the
     /// machine has several workers, or this one has several ranks, no more than
-    /// the processors give to each rank of each of them.
+    /// the processors give to each rank of each of them. Set it where each worker was given
+    /// processors of its own, which that would divide once more.
     pub fn num_threads(mut self, count: u64) -> Self {
         self.num_threads = count;
         self
