@@ -552,9 +552,15 @@ absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadl
   return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
 }
 
-void Membership::NoteOwnEntry(const Store::Value& entry) {
-  const auto now = DecodeWorkerInfo(entry.value_or(""), self_.rank);
+absl::StatusOr<Store::Value> Membership::ReadLoss(const std::string& key) {
+  absl::StatusOr<std::vector<Store::Value>> values =
+      store_->GetEach({key, EntryKey(self_.rank)}, absl::InfinitePast());
+  // Somebody else may have written the own entry, which says nothing then.
+  if (absl::IsUnauthenticated(values.status())) return TryGet(*store_, key, absl::InfinitePast());
+  DG_RETURN_IF_ERROR(values.status());
+  const auto now = DecodeWorkerInfo((*values)[1].value_or(""), self_.rank);
   if (now.ok() && now->incarnation > self_.incarnation) is_over_ = true;
+  return std::move((*values)[0]);
 }
 
 absl::Status Membership::Replaced() const {
@@ -605,15 +611,11 @@ void Membership::MarkAlive(WorkerRank member, Incarnation incarnation) {
 bool Membership::Say(const std::string& key, const std::string& value,
                      absl::FunctionRef<bool(const Store::Value&)> is_wanted) {
   enum { kAsk, kSay, kRing, kDone } next = kAsk;
-  const std::string keys[] = {key, EntryKey(self_.rank)};
   std::optional<Store::Value> before;  // what was there when it was said for the first time
   absl::Duration pause = kFirstPause;
   const auto go_on = [&]() -> absl::Status {
     if (next == kAsk) {
-      DG_ASSIGN_OR_RETURN(std::vector<Store::Value> values,
-                          store_->GetEach(keys, absl::InfinitePast()));
-      Store::Value& said = values[0];
-      NoteOwnEntry(values[1]);
+      DG_ASSIGN_OR_RETURN(Store::Value said, ReadLoss(key));
       if (before.has_value() && said == value) {
         next = kRing;  // it came there, and the answer did not
         return absl::OkStatus();
@@ -697,7 +699,9 @@ absl::StatusOr<bool> Membership::DenyLoss() {
   DG_RETURN_IF_ERROR(CheckOpen());
   constexpr absl::Time kNow = absl::InfinitePast();
   const std::string key = LostKey(self_.rank);
-  DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, key, kNow));
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, ReadLoss(key));
+  // What would be written could take the place of what is said of the next one meanwhile.
+  if (is_over_) return false;
   const bool is_lost = LossOf(self_, entry).is_lost;
   {
     // What is not there any more another thread may have just denied, and those who would read that

@@ -174,8 +174,9 @@ class Membership {
   // which was slow, or went on when it was over, unless this one leaves. kFailedPrecondition if it
   // is of a later one.
   absl::Status CheckOwnEntry(const Store::Value& entry, Deadline deadline);
-  // Notes whether that entry is of a later incarnation. Changes nothing in the store.
-  void NoteOwnEntry(const Store::Value& entry);
+  // Reads what the store has of a loss, and with it whether a later incarnation of this worker has
+  // come, which changes nothing in the store.
+  absl::StatusOr<Store::Value> ReadLoss(const std::string& key);
   // The error of an incarnation that is over.
   absl::Status Replaced() const;
   // Wakes all workers that wait in a barrier: the members are others now.

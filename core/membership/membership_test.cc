@@ -21,6 +21,7 @@
 #include "core/base/await_memory.h"
 #include "core/base/status.h"
 #include "core/membership/store/in_process_store.h"
+#include "core/membership/store/signed_store.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
 #include "tests/testing/forwarding_store.h"
@@ -768,6 +769,16 @@ TEST_F(ReplacedTest, ItTakesNobodyForLost) {
   EXPECT_TRUE(losses->lost.empty());
 }
 
+// What it writes might take the place of a loss of the next one.
+TEST_F(ReplacedTest, ItDeniesNoLoss) {
+  const std::string lost = absl::StrCat(before_.incarnation, " it was silent");
+  ASSERT_TRUE(store_->Set("lost/1", lost, Later()).ok());
+  const absl::StatusOr<bool> denied = old().DenyLoss();
+  ASSERT_TRUE(denied.ok()) << denied.status();
+  EXPECT_FALSE(*denied);
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(), lost);
+}
+
 // It had passed the test of its entry when the next one came.
 TEST_F(ReplacedTest, WhatItWritesLateDoesNotStay) {
   before_.left = true;
@@ -816,6 +827,23 @@ TEST_F(RunningJobTest, OfTwoThatComeBackTheLaterOneStays) {
   other.join();
   EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, back->incarnation);
   ExpectOver(slow.Barrier(Later()));
+}
+
+// The store is in the hands of somebody who has no key, and spoils the entry of whoever says it.
+TEST(SignedMembershipTest, ALossIsSaidThoughTheOwnEntryIsNotSigned) {
+  const auto raw = NewInProcessStore();
+  const auto store = NewSignedStore("a secret of the whole job", raw);
+  Membership members(store, {.rank = 0, .world_size = 1});
+  ASSERT_TRUE(members.Claim(Later()).ok());
+  ASSERT_TRUE(members.Enter(Worker(0), Later()).ok());
+  ASSERT_TRUE(raw->Set("worker/0", "what nobody has signed", Later()).ok());
+  WorkerInfo lost = Worker(1);
+  lost.incarnation = 7;
+  ASSERT_TRUE(members.MarkLost(lost, "it was silent"));
+  while (!members.LossesOf({lost})->are_all_said) std::this_thread::yield();
+  const absl::StatusOr<std::string> said = store->Get("lost/1", absl::Now() + absl::Seconds(5));
+  ASSERT_TRUE(said.ok()) << said.status();
+  EXPECT_EQ(*said, "7 it was silent");
 }
 
 // The others find it gone, and may have said so.

@@ -1161,13 +1161,13 @@ TEST(MembersStoreTest, ABarrierThatFailsAtItsEndIsNotUsedUp) {
   EXPECT_TRUE(met.ok()) << met;
 }
 
-// Reads lost/0 for its worker, and then waits before it says what it has read.
+// Reads lost/0 for its worker, with its entry, and then waits before it says what it has read.
 class LateReader : public ForwardingStore {
  public:
   using ForwardingStore::ForwardingStore;
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
     auto values = ForwardingStore::GetEach(keys, deadline);
-    if (keys.size() == 1 && keys[0] == "lost/0" && !read.HasBeenNotified()) {
+    if (keys.size() == 2 && keys[0] == "lost/0" && !read.HasBeenNotified()) {
       read.Notify();
       go_on.WaitForNotification();
     }
