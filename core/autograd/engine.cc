@@ -334,18 +334,21 @@ void Engine::Send(WorkerRank to, const Notice& notice) {
 void Engine::OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) {
   for (const auto& context : contexts_->All()) {
     // Somebody has begun anew, with the peer as it can be reached now.
-    if (context->number() > begun) continue;
-    const ContextId id = context->id();
-    const bool was_peer = context->LosePeer(peer, why);
-    for (const auto& run : context->Passes()) run->OnPeerLost(peer, why);
-    if (MakerOf(id) == peer) {
-      ReleaseFrom(id, peer,
-                  [&] { return Annotate(why, "the worker that made the context is lost"); });
-    } else if (was_peer && MakerOf(id) != services_.self) {
-      // The release may have been going to come by way of that worker.
-      if (context->AddPeer(MakerOf(id)).ok())
-        Send(MakerOf(id), {.kind = Notice::Kind::kKnown, .context = id});
-    }
+    if (context->number() <= begun) LosePeer(*context, peer, why);
+  }
+}
+
+void Engine::LosePeer(ContextRecord& context, WorkerRank peer, const absl::Status& why) {
+  const ContextId id = context.id();
+  const bool was_peer = context.LosePeer(peer, why);
+  for (const auto& run : context.Passes()) run->OnPeerLost(peer, why);
+  if (MakerOf(id) == peer) {
+    ReleaseFrom(id, peer,
+                [&] { return Annotate(why, "the worker that made the context is lost"); });
+  } else if (was_peer && MakerOf(id) != services_.self) {
+    // The release may have been going to come by way of that worker.
+    if (context.AddPeer(MakerOf(id)).ok())
+      Send(MakerOf(id), {.kind = Notice::Kind::kKnown, .context = id});
   }
 }
 

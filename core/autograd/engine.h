@@ -83,6 +83,8 @@ class Engine {
   void OnNotice(WorkerRank from, Packet packet, size_t offset);
   // Of the contexts that had `begun` here by then (ContextRegistry::begun()).
   void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why);
+  // The same of one context.
+  void LosePeer(ContextRecord& context, WorkerRank peer, const absl::Status& why);
 
   // Fails all passes; no new ones begin.
   void Close();

@@ -793,6 +793,17 @@ TEST_F(EngineTest, AContextThatBeganAfterALossHasLostNobody) {
   EXPECT_FALSE((*of_peer)->released());
 }
 
+// What was read when its connection ended is lost by itself.
+TEST_F(EngineTest, OneContextMayLoseThePeerThatMadeIt) {
+  const auto late = contexts_.FindOrAdd(MakeId(kPeer, 1), /*edge=*/0);
+  const auto next = contexts_.FindOrAdd(MakeId(kPeer, 2), /*edge=*/0);
+  for (const auto& context : {*late, *next}) ASSERT_TRUE(context->AddPeer(kPeer).ok());
+  engine_.LosePeer(**late, kPeer, absl::UnavailableError("it is gone"));
+  EXPECT_TRUE((*late)->released());
+  EXPECT_EQ(contexts_.Find(MakeId(kPeer, 1)), nullptr);
+  EXPECT_FALSE((*next)->released());
+}
+
 // The worker that made it takes no part in the pass, whose workers would know only of a release.
 TEST_F(EngineTest, APassOfAContextWhoseMakerIsLostSaysSo) {
   const absl::StatusOr<std::shared_ptr<ContextRecord>> context =

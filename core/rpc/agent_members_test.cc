@@ -1209,6 +1209,19 @@ TEST_F(AgentMembersTest, ANewIncarnationEndsWhatThereIsWithTheOld) {
   EXPECT_EQ(*a().Call(1, "echo", "goes to the new one").Wait(), "goes to the new one");
 }
 
+// It may be read at that moment, and begin what those who hear of the loss do not find yet.
+TEST_F(AgentMembersTest, ACallKnowsBeforeALossIsToldThatItsConnectionWasGivenUp) {
+  const auto pending = b().Call(0, "keep");
+  const IncomingCall kept = a().service.AwaitKept();
+  EXPECT_FALSE(kept.is_cut_off());
+  WorkerInfo next = b().info;
+  next.incarnation = Incarnation{2} << 32;
+  bool was_cut_off = false;
+  a().service.OnNextLost([&] { was_cut_off = kept.is_cut_off(); });
+  ASSERT_TRUE(a().agent->UpdatePeer(next).ok());
+  EXPECT_TRUE(was_cut_off);
+}
+
 TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {
   const WorkerInfo old = b().info;
   nodes_[1].reset();

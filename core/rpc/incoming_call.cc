@@ -175,6 +175,7 @@ const absl::Status& IncomingCall::refusal() const { return impl_->refusal; }
 const std::shared_ptr<Cancellation>& IncomingCall::cancellation() const {
   return impl_->cancellation;
 }
+bool IncomingCall::is_cut_off() const { return impl_->link->dropped(); }
 const std::shared_ptr<SendWindow>& IncomingCall::window() const { return impl_->link->window(); }
 void IncomingCall::SetContext(ContextId context) {
   if (impl_->record.span != nullptr) impl_->record.span->context = context;

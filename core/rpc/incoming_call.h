@@ -57,6 +57,10 @@ class IncomingCall {
   // Returns what is cancelled when the caller waits no longer, or is gone.
   const std::shared_ptr<Cancellation>& cancellation() const;
 
+  // Returns whether the connection that it came on has ended, or been given up: as it was being
+  // read on another thread, OnPeerLost() may have gone by. Until it is answered.
+  bool is_cut_off() const;
+
   // Returns the window of what waits to be sent to the caller. While it has no credit left, better
   // not begin.
   const std::shared_ptr<SendWindow>& window() const;

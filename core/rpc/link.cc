@@ -348,6 +348,11 @@ void Link::OnClosed(absl::Status why) {
   owner_->OnClosed(shared_from_this(), std::move(why), is_there);
 }
 
+bool Link::dropped() const {
+  absl::MutexLock lock(&mu_);
+  return state_ >= State::kDropped;
+}
+
 bool Link::closed() const {
   absl::MutexLock lock(&mu_);
   return state_ == State::kClosed;

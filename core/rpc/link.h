@@ -93,6 +93,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void Release();
   // Ignores what arrives from now on. What is sent still goes.
   void Drop();
+  // Returns whether what arrives is ignored, by Drop() or at the end. A packet that was taken in
+  // before may be on its way to the owner still, on another thread.
+  bool dropped() const;
 
   // Return the number of packets that have arrived, and that have left.
   uint64_t heard() const { return heard_.load(std::memory_order_relaxed); }

@@ -115,6 +115,15 @@ void Server::OnCall(IncomingCall call) {
   } catch (...) {
     taken = StatusFromException(std::current_exception());
   }
+  // Who told of the end of the connection may not have found the context yet: nobody else would
+  // release it.
+  if (context != nullptr && call.is_cut_off()) {
+    AwaitMemory([&] {
+      parts_.engine.LosePeer(
+          *context, call.from(),
+          absl::UnavailableError("the connection broke while a call that came on it was read"));
+    });
+  }
   if (!message.ok()) return call.Fail(message.status());
   if (!taken.ok()) return call.Fail(taken);
   Request request{.from = call.from(),
