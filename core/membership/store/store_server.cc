@@ -294,8 +294,9 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
       DG_RETURN_IF_ERROR(Set(request.key, request.value));
       break;
     case StoreRequestKind::kSession: {
-      DG_ASSIGN_OR_RETURN(const bool known, BeginSession(peer, request.session));
-      writer.U8(known ? 1 : 0);
+      const absl::StatusOr<bool> known = BeginSession(peer, request.session);
+      if (!known.ok() && !absl::IsResourceExhausted(known.status())) return known.status();
+      writer.U8(known.ok() ? uint8_t{*known} : kStoreIsFull);
       break;
     }
     case StoreRequestKind::kAddOnce:
@@ -303,20 +304,23 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
     case StoreRequestKind::kDeleteOnce: {
       if (!peer.session.has_value()) return malformed;
       std::optional<Change>& last = sessions_[*peer.session];
-      if (!last.has_value() || last->number != request.change) {
-        Change done{request.change, std::nullopt};
-        if (request.kind == StoreRequestKind::kAddOnce) {
-          DG_ASSIGN_OR_RETURN(done.sum, Add(request.key, request.amount));
-        } else if (request.kind == StoreRequestKind::kSetOnce) {
-          DG_RETURN_IF_ERROR(Set(request.key, request.value));
-        } else {
-          Delete(request.key);
-        }
-        last = done;
+      Change done{request.change, std::nullopt};
+      bool has_room = true;
+      if (last.has_value() && last->number == request.change) {
+        done = *last;
+      } else if (request.kind == StoreRequestKind::kAddOnce) {
+        const auto sum = Add(request.key, request.amount);
+        has_room = sum.ok();
+        if (has_room) done.sum = *sum;
+      } else if (request.kind == StoreRequestKind::kSetOnce) {
+        has_room = Set(request.key, request.value).ok();
+      } else {
+        Delete(request.key);
       }
+      if (has_room) last = done;
       const bool adds = request.kind == StoreRequestKind::kAddOnce;
-      writer.U8(!adds || last->sum.has_value() ? 1 : 0);
-      if (adds) writer.I64(last->sum.value_or(0));
+      writer.U8(!has_room ? kStoreIsFull : uint8_t{!adds || done.sum.has_value()});
+      if (adds) writer.I64(done.sum.value_or(0));
       break;
     }
     case StoreRequestKind::kAwait:
@@ -410,6 +414,7 @@ absl::StatusOr<bool> StoreServer::BeginSession(Peer& peer, uint64_t session) {
   const size_t size = sizeof(*entry);
   if (bytes_ + size > options_.max_bytes) {
     sessions_.erase(entry);
+    peer.session.reset();
     return absl::ResourceExhaustedError("the store is full");
   }
   bytes_ += size;

@@ -9,6 +9,13 @@
 #include "core/membership/store/tcp_store_protocol.h"
 
 namespace distgrad {
+namespace {
+
+absl::Status RoomIn(uint8_t answer) {
+  return answer == kStoreIsFull ? absl::ResourceExhaustedError("it is full") : absl::OkStatus();
+}
+
+}  // namespace
 
 absl::Status ReadPong(Socket& socket, Deadline deadline) {
   uint32_t answer = 0;
@@ -19,12 +26,14 @@ absl::Status ReadPong(Socket& socket, Deadline deadline) {
 
 absl::Status ReadDone(Socket& socket, Deadline deadline) {
   uint8_t done = 0;
-  return socket.Receive(&done, sizeof(done), deadline);
+  DG_RETURN_IF_ERROR(socket.Receive(&done, sizeof(done), deadline));
+  return RoomIn(done);
 }
 
 absl::StatusOr<bool> ReadSessionAnswer(Socket& socket, Deadline deadline) {
   uint8_t known = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&known, sizeof(known), deadline));
+  DG_RETURN_IF_ERROR(RoomIn(known));
   return known != 0;
 }
 
@@ -32,6 +41,7 @@ absl::StatusOr<std::optional<int64_t>> ReadSumOnce(Socket& socket, Deadline dead
   uint8_t is_counter = 0;
   DG_RETURN_IF_ERROR(socket.Receive(&is_counter, sizeof(is_counter), deadline));
   DG_ASSIGN_OR_RETURN(const int64_t sum, ReadNumber(socket, deadline));
+  DG_RETURN_IF_ERROR(RoomIn(is_counter));
   if (is_counter == 0) return std::nullopt;
   return sum;
 }

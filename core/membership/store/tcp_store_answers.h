@@ -24,7 +24,7 @@ inline constexpr uint32_t kStorePing = 0x64677264;
 
 // To a kPing; kUnavailable where it is another number.
 absl::Status ReadPong(Socket& socket, Deadline deadline);
-// To a kSetOnce or a kDeleteOnce.
+// To a kSetOnce or a kDeleteOnce. This one and the next two: kResourceExhausted for kStoreIsFull.
 absl::Status ReadDone(Socket& socket, Deadline deadline);
 // To a kSession: whether the server knows it already.
 absl::StatusOr<bool> ReadSessionAnswer(Socket& socket, Deadline deadline);

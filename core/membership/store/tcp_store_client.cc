@@ -235,6 +235,7 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
         continue;
       }
       socket_ = *std::move(socket);
+      refused_until = Deadline::Never();
     }
     const Deadline answer_by =
         request.repeat == Repeat::kForbidden
@@ -246,13 +247,14 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
     // Half an answer may be on its way: nobody can use this connection any more.
     socket_ = Socket();
     last = status;
+    // A wait for which there is no room may have it later.
+    if (absl::IsResourceExhausted(status) && request.wait == absl::ZeroDuration()) return status;
     if (request.repeat == Repeat::kForbidden) {
       return absl::AbortedError(
           absl::StrCat(status.message(), "; whether it has added to the counter is not known"));
     }
-    // A server closes the connection on what it has no room for, but on no wait.
-    if (is_new && request.wait == absl::ZeroDuration() && absl::IsUnavailable(status) &&
-        ++closed == 2) {
+    // c10d's server closes the connection on what it has no room for.
+    if (!is_ours() && is_new && absl::IsUnavailable(status) && ++closed == 2) {
       return absl::ResourceExhaustedError(
           absl::StrCat("it closes the connection on this request (is it full?): ", last.message()));
     }

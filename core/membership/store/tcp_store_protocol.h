@@ -36,15 +36,16 @@ enum class StoreRequestKind : uint8_t {
   kDeleteKey = 8,   // key; a 64-bit number of keys
 
   // Known to our server alone. A client names itself, by 64 random bits, on each connection that it
-  // makes; the answer is a byte, 1 if the server knows it already and else 0. The server closes
-  // the client's former connection first, so that nothing that is still on its way there can be
-  // done after what the client says next.
+  // makes; the answer is a byte, 1 if the server knows it already and else 0; or kStoreIsFull. The
+  // server closes the client's former connection first, so that nothing that is still on its way
+  // there can be done after what the client says next.
   kSession = 128,
   // What changes something begins with a 64-bit number, another one for each change of a session.
   // When it is that of the session's last change, the server repeats its answer and does nothing:
-  // the client has lost that answer, and another client may have changed the same key since.
+  // the client has lost that answer, and another client may have changed the same key since. One
+  // for which there is no room is answered by kStoreIsFull, changes nothing, and may be repeated.
   // kAddOnce: key, 64-bit amount. The answer is a byte, 0 if the key holds no number and else 1,
-  // and the 64-bit sum.
+  // and the 64-bit sum; 0 where there is none.
   kAddOnce = 129,
   // How many bytes follow, in 32 bits, and a StoreAwait. The server answers when one of its keys
   // holds something else, or the time is over, or when the client says anything more: how many
@@ -56,6 +57,8 @@ enum class StoreRequestKind : uint8_t {
 };
 
 inline constexpr uint32_t kStoreMagic = 0x3C85F7CE;
+// In place of the byte of an answer: there is no room.
+inline constexpr uint8_t kStoreIsFull = 2;
 
 struct StoreRequest {
   StoreRequestKind kind = StoreRequestKind::kPing;
