@@ -9,9 +9,11 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/base/internal/sysinfo.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/ascii.h"
@@ -23,7 +25,7 @@
 #include "absl/time/clock.h"
 #include "core/autograd/state.h"
 #include "core/base/check.h"
-#include "core/membership/store/in_process_store.h"
+#include "core/membership/store/tcp_store.h"
 #include "core/worker/metrics.h"
 #include "tests/simulation/counting_clock.h"
 #include "tests/simulation/job_run.h"
@@ -70,6 +72,16 @@ NetworkOptions NetworkOf(const Plan& plan) {
   return options;
 }
 
+SocketOptions SocketsOf(const Plan& plan) {
+  SocketOptions options;
+  if ((plan.faults & kSlowPackets) != 0) options.slow_one_in = 8;
+  if ((plan.faults & kStoreFaults) != 0) {
+    options.break_one_in = options.refuse_one_in = 40;
+    options.split_one_in = 4;
+  }
+  return options;
+}
+
 }  // namespace
 
 void Must(const absl::Status& status) { DG_CHECK(status.ok()) << status; }
@@ -83,11 +95,17 @@ at::Tensor Forward(const at::Tensor& x, const at::Tensor& parameter) {
 Job::Job(const Plan& plan)
     : plan_(plan),
       network_(std::make_shared<SimulatedNetwork>(plan.seed + 1, NetworkOf(plan))),
-      weather_(std::make_shared<StoreWeather>(plan.seed + 2)),
-      store_(NewInProcessStore()),
+      keys_(std::make_shared<KeysEverSet>()),
       groups_(network_),
       processes_(plan.workers),
       barriers_(plan.workers) {
+  SetSocketOptions(SocketsOf(plan));
+  {
+    const InProcess in_process(kLauncher);
+    absl::StatusOr<std::unique_ptr<TcpStore>> store = NewTcpStore({.is_server = true});
+    Must(store.status());
+    store_ = *std::move(store);
+  }
   const int most = std::max(plan.workers + plan.guests, kNewcomer + 1);
   for (int w = 0; w < most; ++w) {
     parameters_.emplace_back();
@@ -163,7 +181,10 @@ absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::strin
   }
   const InProcess in_process(process->number);
   process->host = std::make_shared<SimulatedHost>(network_);
-  process->store = std::make_shared<SimulatedStore>(store_, weather_);
+  absl::StatusOr<std::unique_ptr<TcpStore>> store =
+      NewTcpStore({.port = store_->port(), .deadline = Deadline::After(kTimeout)});
+  if (!store.ok()) return store.status();
+  process->store = std::make_shared<StoreOfProcess>(process->number, *std::move(store), keys_);
   WorkerOptions options{.name = name,
                         .store = process->store,
                         .join = joins,
@@ -225,7 +246,7 @@ void Job::EndProcess(Process* process, bool silently) {
   process->is_dead = true;
   network_->Kill(process->host->address(), silently);
   groups_.Kill(process->host->address(), silently);
-  process->store->Kill();
+  process->store->Kill(silently);
   // What is left of it here says nothing to anybody any more.
   process->worker->Abort();
 }
@@ -365,7 +386,7 @@ void Job::EndGuest(const std::string& what, int i, Process* guest) {
   killed_ = guest->is_dead = true;
   NoteDeath(*guest);
   network_->Kill(guest->host->address(), /*silently=*/false);
-  guest->store->Kill();
+  guest->store->Kill(/*silently=*/false);
 }
 
 size_t Job::BeginAbsence(const std::string& name) {
@@ -598,13 +619,10 @@ void Job::Disturb(const Action& action) {
     case Action::kOutage: {
       const bool is_for_all = action.a == action.b;
       AddDisturbance({Disturbance::kStore, calm, is_for_all ? Disturbance::kAll : action.a});
-      if (!is_for_all) {
-        const std::shared_ptr<Process> process = ProcessAt(action.a);
-        if (process != nullptr) process->store->BeSilent(later());
-        return;
-      }
-      absl::MutexLock lock(&weather_->mu);
-      weather_->silent_until = later();
+      const int64_t until = Now() + absl::ToInt64Nanoseconds(lasts);
+      if (is_for_all) return CutOffSockets(kAllProcesses, until);
+      const std::shared_ptr<Process> process = ProcessAt(action.a);
+      if (process != nullptr) CutOffSockets(process->number, until);
       return;
     }
     case Action::kKill:
@@ -704,15 +722,19 @@ void Job::CheckAllIsWell() {
 // from how often they did something: a barrier's keys go with the next one, say. docs/membership.md
 // has the keys of a job.
 void Job::CheckStore() {
-  std::vector<std::string> unexplained;
-  std::set<std::string> keys;
+  std::vector<std::string> ever, keys, unexplained;
   {
-    absl::MutexLock lock(&weather_->mu);
-    keys = weather_->keys;
+    absl::MutexLock lock(&keys_->mu);
+    ever.assign(keys_->keys.begin(), keys_->keys.end());
   }
-  for (const std::string& key : keys) {
-    if (!ExplainsKey(key)) unexplained.push_back(key);
+  const auto values = store_->GetEach(ever, Deadline::After(kTimeout));
+  if (!values.ok())
+    return Wrong(absl::StrCat("in the end the store says ", values.status().ToString()));
+  for (size_t i = 0; i < ever.size(); ++i) {
+    if ((*values)[i].has_value()) keys.push_back(ever[i]);
   }
+  absl::c_copy_if(keys, std::back_inserter(unexplained),
+                  [this](const std::string& key) { return !ExplainsKey(key); });
   if (unexplained.empty()) return;
   Wrong(absl::StrCat("nothing explains that the store has ", absl::StrJoin(unexplained, ", "),
                      "; it has ", absl::StrJoin(keys, ", ")));
@@ -828,6 +850,7 @@ std::string Job::Run() {
   }
   JoinSpawned();
   Calm();
+  CalmSockets();
   EndRefusals();
   Note("acted", 0);
   // Those who took each other for lost find that they are not.
@@ -853,7 +876,9 @@ std::string Job::Run() {
   }
   JoinSpawned();
   CheckStore();
-  if (network_->ends() != 0) Wrong(absl::StrCat(network_->ends(), " ends of connections are left"));
+  store_.reset();
+  const size_t left = network_->ends() + OpenSockets();
+  if (left != 0) Wrong(absl::StrCat(left, " ends of connections are left"));
   return wrong();
 }
 

@@ -41,6 +41,7 @@ namespace distgrad::simulation {
 inline constexpr absl::Duration kTimeout = absl::Minutes(1);
 inline constexpr absl::Duration kHeartbeatLimit = absl::Seconds(4);
 inline constexpr int kMostRanks = 6;  // of a process group
+inline constexpr int kLauncher = -1;  // the number of its process
 
 void Must(const absl::Status& status);
 at::Tensor Constant(double value);
@@ -57,7 +58,7 @@ using Heard = std::map<WorkerRank, std::pair<MemberEvent, Deadline::Clock::time_
 struct Process {
   int number = 0;  // of InProcess
   std::shared_ptr<SimulatedHost> host;
-  std::shared_ptr<SimulatedStore> store;
+  std::shared_ptr<StoreOfProcess> store;
   std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_
   bool is_first = false;         // it has been there from the start
   std::atomic<bool> is_dead{false};
@@ -232,8 +233,8 @@ class Job {
 
   const Plan& plan_;
   const std::shared_ptr<SimulatedNetwork> network_;
-  const std::shared_ptr<StoreWeather> weather_;
-  const std::shared_ptr<Store> store_;
+  const std::shared_ptr<KeysEverSet> keys_;
+  std::unique_ptr<TcpStore> store_;  // of the launcher, which serves it
   GroupNetwork groups_;
   std::vector<Tensors> parameters_;                          // by worker
   std::map<int, std::unique_ptr<PipelineModel>> pipelines_;  // by Action::a

@@ -1,10 +1,13 @@
-// The functions of libc by which threads wait, start, and learn the time, and the system's random
-// numbers: where the simulation does not run they are libc's own. The program's definition of a
-// symbol comes before that of any library, so these are libtorch's and libstdc++'s, too.
+// The functions of libc by which threads wait, start, and learn the time, those of sockets, and the
+// system's random numbers: where the simulation does not run they are libc's own. The program's
+// definition of a symbol comes before that of any library, so these are libtorch's and libstdc++'s,
+// too.
 #include <dlfcn.h>
 #include <errno.h>
 #include <linux/futex.h>
+#include <poll.h>
 #include <pthread.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <time.h>
@@ -16,6 +19,7 @@
 
 #include "absl/time/time.h"
 #include "tests/simulation/scheduler.h"
+#include "tests/simulation/sockets.h"
 
 namespace distgrad::simulation {
 namespace {
@@ -106,6 +110,24 @@ DG_DECLARE(int, nanosleep, const timespec*, timespec*);
 DG_DECLARE(int, clock_nanosleep, clockid_t, int, const timespec*, timespec*);
 DG_DECLARE(int, usleep, useconds_t);
 DG_DECLARE(int, sched_yield, void);
+DG_DECLARE(int, socket, int, int, int);
+DG_DECLARE(int, socketpair, int, int, int, int*);
+DG_DECLARE(int, eventfd, unsigned, int);
+DG_DECLARE(int, bind, int, const sockaddr*, socklen_t);
+DG_DECLARE(int, listen, int, int);
+DG_DECLARE(int, connect, int, const sockaddr*, socklen_t);
+DG_DECLARE(int, accept4, int, sockaddr*, socklen_t*, int);
+DG_DECLARE(ssize_t, send, int, const void*, size_t, int);
+DG_DECLARE(ssize_t, recv, int, void*, size_t, int);
+DG_DECLARE(ssize_t, write, int, const void*, size_t);
+DG_DECLARE(ssize_t, read, int, void*, size_t);
+DG_DECLARE(int, shutdown, int, int);
+DG_DECLARE(int, close, int);
+DG_DECLARE(int, poll, pollfd*, nfds_t, int);
+DG_DECLARE(int, getsockopt, int, int, int, void*, socklen_t*);
+DG_DECLARE(int, setsockopt, int, int, int, const void*, socklen_t);
+DG_DECLARE(int, getsockname, int, sockaddr*, socklen_t*);
+DG_DECLARE(int, getpeername, int, sockaddr*, socklen_t*);
 
 // ------------------------------------------------------------------------------------- Threads
 
@@ -325,6 +347,98 @@ int simulated_sched_yield() {
   if (!OnThread()) return DG_REAL(sched_yield)();
   Block(Wait::kSleep, nullptr, Now() + 20000);
   return 0;
+}
+
+// ------------------------------------------------------------------------------------- Sockets
+
+int simulated_socket(int domain, int type, int protocol) {
+  return OnThread() ? NewSocket() : DG_REAL(socket)(domain, type, protocol);
+}
+
+int simulated_socketpair(int domain, int type, int protocol, int* ends) {
+  return OnThread() ? NewSocketPair(ends) : DG_REAL(socketpair)(domain, type, protocol, ends);
+}
+
+int simulated_eventfd(unsigned rings, int flags) {
+  return OnThread() ? NewEvent() : DG_REAL(eventfd)(rings, flags);
+}
+
+int simulated_bind(int descriptor, const sockaddr* address, socklen_t size) {
+  return IsSimulated(descriptor) ? BindSocket(descriptor, address)
+                                 : DG_REAL(bind)(descriptor, address, size);
+}
+
+int simulated_listen(int descriptor, int most) {
+  return IsSimulated(descriptor) ? ListenOn(descriptor) : DG_REAL(listen)(descriptor, most);
+}
+
+int simulated_connect(int descriptor, const sockaddr* address, socklen_t size) {
+  return IsSimulated(descriptor) ? ConnectSocket(descriptor, address)
+                                 : DG_REAL(connect)(descriptor, address, size);
+}
+
+int simulated_accept4(int descriptor, sockaddr* address, socklen_t* size, int flags) {
+  return IsSimulated(descriptor) ? AcceptSocket(descriptor)
+                                 : DG_REAL(accept4)(descriptor, address, size, flags);
+}
+
+ssize_t simulated_send(int descriptor, const void* bytes, size_t size, int flags) {
+  return IsSimulated(descriptor) ? SendTo(descriptor, bytes, size)
+                                 : DG_REAL(send)(descriptor, bytes, size, flags);
+}
+
+ssize_t simulated_recv(int descriptor, void* bytes, size_t size, int flags) {
+  return IsSimulated(descriptor) ? ReceiveFrom(descriptor, bytes, size)
+                                 : DG_REAL(recv)(descriptor, bytes, size, flags);
+}
+
+ssize_t simulated_write(int descriptor, const void* bytes, size_t size) {
+  return IsSimulated(descriptor) ? SendTo(descriptor, bytes, size)
+                                 : DG_REAL(write)(descriptor, bytes, size);
+}
+
+ssize_t simulated_read(int descriptor, void* bytes, size_t size) {
+  return IsSimulated(descriptor) ? ReceiveFrom(descriptor, bytes, size)
+                                 : DG_REAL(read)(descriptor, bytes, size);
+}
+
+int simulated_shutdown(int descriptor, int how) {
+  return IsSimulated(descriptor) ? ShutDown(descriptor) : DG_REAL(shutdown)(descriptor, how);
+}
+
+int simulated_close(int descriptor) {
+  return IsSimulated(descriptor) ? CloseSocket(descriptor) : DG_REAL(close)(descriptor);
+}
+
+int simulated_poll(pollfd* entries, nfds_t count, int milliseconds) {
+  const bool has_simulated = std::any_of(entries, entries + count,
+                                         [](const pollfd& entry) { return IsSimulated(entry.fd); });
+  return has_simulated ? PollSockets(entries, count, milliseconds)
+                       : DG_REAL(poll)(entries, count, milliseconds);
+}
+
+int simulated_getsockopt(int descriptor, int level, int name, void* value, socklen_t* size) {
+  if (!IsSimulated(descriptor)) return DG_REAL(getsockopt)(descriptor, level, name, value, size);
+  if (level != SOL_SOCKET || name != SO_ERROR) {
+    errno = ENOPROTOOPT;
+    return -1;
+  }
+  *static_cast<int*>(value) = TakeSocketError(descriptor);
+  return 0;
+}
+
+int simulated_setsockopt(int descriptor, int level, int name, const void* value, socklen_t size) {
+  return IsSimulated(descriptor) ? 0 : DG_REAL(setsockopt)(descriptor, level, name, value, size);
+}
+
+int simulated_getsockname(int descriptor, sockaddr* address, socklen_t* size) {
+  return IsSimulated(descriptor) ? NameOfSocket(descriptor, address, size)
+                                 : DG_REAL(getsockname)(descriptor, address, size);
+}
+
+int simulated_getpeername(int descriptor, sockaddr* address, socklen_t* size) {
+  return IsSimulated(descriptor) ? NameOfPeer(descriptor, address, size)
+                                 : DG_REAL(getpeername)(descriptor, address, size);
 }
 
 // -------------------------------------------------------------------------------------- Chance

@@ -84,6 +84,8 @@ const char* NameOf(Wait wait) {
       return "once";
     case Wait::kLock:
       return "rwlock";
+    case Wait::kPoll:
+      return "poll";
   }
   return "?";
 }
@@ -263,6 +265,8 @@ int64_t WallClockAhead() { return simulation->wall_clock_ahead; }
 InProcess::InProcess(int process) : before_(self->process) { self->process = process; }
 InProcess::~InProcess() { self->process = before_; }
 
+int CurrentProcess() { return self->process; }
+
 void StopProcess(int process, int64_t until) { simulation->stopped_until[process] = until; }
 
 int64_t LastStopOfProcess() {
@@ -323,6 +327,14 @@ int Wake(Wait wait, const void* what, int most) {
     ++woken;
   }
   return woken;
+}
+
+void WakeAt(Wait wait, const void* what, int64_t at) {
+  for (Thread* thread : simulation->live) {
+    if (!thread->ready && thread->wait == wait && thread->what == what) {
+      thread->until = std::min(thread->until, at);
+    }
+  }
 }
 
 void Yield() {

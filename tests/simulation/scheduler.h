@@ -79,6 +79,8 @@ class InProcess {
   const int before_;
 };
 
+int CurrentProcess();
+
 // Has the threads of a process stand still until then, as SIGSTOP does; but each that has locks
 // gives them back first, for others may need them: a simulated process shares some with the
 // simulation.
@@ -106,7 +108,7 @@ void Note(const char* what, uint64_t number);
 
 // What follows is for libc.cc, on a thread that takes part.
 
-enum class Wait { kNothing, kMutex, kCondition, kFutex, kThread, kSleep, kOnce, kLock };
+enum class Wait { kNothing, kMutex, kCondition, kFutex, kThread, kSleep, kOnce, kLock, kPoll };
 
 inline constexpr int64_t kNever = INT64_MAX;
 
@@ -115,6 +117,8 @@ inline constexpr int64_t kNever = INT64_MAX;
 bool Block(Wait wait, const void* what, int64_t until, bool wall = false);
 // Returns how many it woke.
 int Wake(Wait wait, const void* what, int most);
+// Has those that wait for it wait until then at most.
+void WakeAt(Wait wait, const void* what, int64_t at);
 // Lets others go first, perhaps; and if the process is stopped, which a thread with locks is not
 // yet.
 void MaybeYield();

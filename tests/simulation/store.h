@@ -1,14 +1,11 @@
-// The job's store as one of its processes reaches it: slow, silent for a while, or, once the
-// process is dead, not at all.
+// The job's store as one of its processes reaches it: by the client that production has, over
+// simulated sockets; and once the process is dead, not at all.
 #ifndef DISTGRAD_TESTS_SIMULATION_STORE_H_
 #define DISTGRAD_TESTS_SIMULATION_STORE_H_
 
-#include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <memory>
-#include <random>
 #include <set>
 #include <string>
 #include <utility>
@@ -16,89 +13,81 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
-#include "absl/time/clock.h"
 #include "core/base/status.h"
-#include "core/membership/store/in_process_store.h"
-#include "tests/testing/forwarding_store.h"
+#include "core/membership/store/tcp_store.h"
+#include "tests/simulation/scheduler.h"
+#include "tests/simulation/sockets.h"
 
-namespace distgrad {
+namespace distgrad::simulation {
 
-// What all processes share. Thread-safe.
-struct StoreWeather {
-  explicit StoreWeather(uint64_t seed) : random(seed) {}
-
+// All keys that any process has ever set. Thread-safe.
+struct KeysEverSet {
   absl::Mutex mu;
-  std::mt19937_64 random ABSL_GUARDED_BY(mu);
-  std::chrono::steady_clock::time_point silent_until ABSL_GUARDED_BY(mu);
-  std::set<std::string> keys ABSL_GUARDED_BY(mu);  // that the store has
+  std::set<std::string> keys ABSL_GUARDED_BY(mu);
 };
 
-// Thread-safe.
-class SimulatedStore final : public ForwardingStore {
+// Thread-safe. Whoever uses it does so as that process, as where a check has another one's group
+// fail.
+class StoreOfProcess final : public Store {
  public:
-  SimulatedStore(std::shared_ptr<Store> store, std::shared_ptr<StoreWeather> weather)
-      : ForwardingStore(std::move(store)), weather_(std::move(weather)) {}
+  // `process`: its number, that of InProcess.
+  StoreOfProcess(int process, std::unique_ptr<TcpStore> store, std::shared_ptr<KeysEverSet> keys)
+      : process_(process), store_(std::move(store)), keys_(std::move(keys)) {}
 
-  void Kill() { dead_ = true; }
-  // For this process alone, until then.
-  void BeSilent(std::chrono::steady_clock::time_point until) { silent_until_ = until; }
+  // `silently`: as KillSockets().
+  void Kill(bool silently) {
+    dead_ = true;
+    KillSockets(process_, silently);
+  }
 
   absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    DG_RETURN_IF_ERROR(Reach(deadline));
-    Keep(key, /*is_there=*/true);
-    return ForwardingStore::Set(key, value, deadline);
+    const InProcess in_process(process_);
+    DG_RETURN_IF_ERROR(Begin(&key));
+    return End(store_->Set(key, value, deadline));
   }
   absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
-    DG_RETURN_IF_ERROR(Reach(deadline));
-    Keep(key, /*is_there=*/true);
-    return ForwardingStore::Add(key, amount, deadline);
+    const InProcess in_process(process_);
+    DG_RETURN_IF_ERROR(Begin(&key));
+    return End(store_->Add(key, amount, deadline));
   }
   absl::Status Delete(const std::string& key, Deadline deadline) override {
-    DG_RETURN_IF_ERROR(Reach(deadline));
-    Keep(key, /*is_there=*/false);
-    return ForwardingStore::Delete(key, deadline);
+    const InProcess in_process(process_);
+    DG_RETURN_IF_ERROR(Begin());
+    return End(store_->Delete(key, deadline));
   }
   absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
-    DG_RETURN_IF_ERROR(Reach(deadline));
-    return ForwardingStore::GetEach(keys, deadline);
+    const InProcess in_process(process_);
+    DG_RETURN_IF_ERROR(Begin());
+    return End(store_->GetEach(keys, deadline));
+  }
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    const InProcess in_process(process_);
+    DG_RETURN_IF_ERROR(Begin());
+    return End(store_->AwaitChange(keys, seen, deadline));
   }
 
  private:
-  void Keep(const std::string& key, bool is_there) {
-    absl::MutexLock lock(&weather_->mu);
-    if (is_there) {
-      weather_->keys.insert(key);
-    } else {
-      weather_->keys.erase(key);
-    }
-  }
-  absl::Status Reach(Deadline deadline) {
-    // The patience of the stores' clients: some seconds, also past the deadline.
-    const auto patience = std::max(deadline, Deadline::After(absl::Seconds(5)));
-    while (true) {
-      absl::Duration wait;
-      {
-        absl::MutexLock lock(&weather_->mu);
-        const auto now = std::chrono::steady_clock::now();
-        wait = absl::Microseconds(50 + weather_->random() % 300);
-        const auto silent_until = std::max(weather_->silent_until, silent_until_.load());
-        if (silent_until <= now) break;
-        wait += absl::FromChrono(silent_until - now);
-      }
-      if (dead_) break;
-      if (patience.Passed()) return absl::DeadlineExceededError("the store does not answer");
-      absl::SleepFor(std::min({wait, patience.Left() + absl::Microseconds(1), absl::Seconds(1)}));
-    }
-    absl::SleepFor(absl::Microseconds(100));
+  absl::Status Begin(const std::string* sets = nullptr) {
     if (dead_) return absl::UnavailableError("this process is dead");
+    if (sets != nullptr) {
+      absl::MutexLock lock(&keys_->mu);
+      keys_->keys.insert(*sets);
+    }
     return absl::OkStatus();
   }
+  template <typename Result>
+  Result End(Result result) {
+    if (!result.ok() && dead_) return absl::UnavailableError("this process is dead");
+    return result;
+  }
 
-  const std::shared_ptr<StoreWeather> weather_;
+  const int process_;
+  const std::unique_ptr<TcpStore> store_;
+  const std::shared_ptr<KeysEverSet> keys_;
   std::atomic<bool> dead_{false};
-  std::atomic<std::chrono::steady_clock::time_point> silent_until_{{}};
 };
 
-}  // namespace distgrad
+}  // namespace distgrad::simulation
 
 #endif  // DISTGRAD_TESTS_SIMULATION_STORE_H_
