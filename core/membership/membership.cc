@@ -222,7 +222,7 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
         deadline));
     return refuse();
   }
-  DG_ASSIGN_OR_RETURN(const int size, ReadNumber(*store_, kSize, absl::InfinitePast()));
+  DG_ASSIGN_OR_RETURN(const int size, ReadNumber(*store_, kSize, deadline));
   if (size != options_.world_size) {
     return absl::InvalidArgumentError(
         absl::StrCat("worker '", self.name, "' cannot come back to a job that started with ", size,

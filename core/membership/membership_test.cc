@@ -418,6 +418,24 @@ TEST_F(RunningJobTest, AWorkerComesBackAsANewIncarnation) {
   EXPECT_EQ(StartOf(again->incarnation), 3);
 }
 
+// One that answers only who has time left.
+class SlowStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    if (deadline.Passed()) return Silence();
+    return ForwardingStore::GetEach(keys, deadline);
+  }
+};
+
+TEST_F(RunningJobTest, WhoComesBackHasAllOfItsTimeToReadTheStore) {
+  Start(2);
+  Membership back(std::make_shared<SlowStore>(store_), {.rank = 1, .world_size = 2});
+  EXPECT_EQ(Come(back, "inproc://new").status(), absl::OkStatus());
+  Membership by_name(std::make_shared<SlowStore>(store_), {.name = "worker1", .join = true});
+  EXPECT_EQ(Come(by_name, "inproc://new").status(), absl::OkStatus());
+}
+
 TEST_F(RunningJobTest, ARankIsNotTakenByAnotherNameOrForAnotherSize) {
   Start(2);
   const auto other = Come({.name = "other", .rank = 1, .world_size = 2});

@@ -32,7 +32,29 @@ static_assert(kMaxAwaitKeys * (kMaxStoreKey + 16) < kMaxAwaitBytes);
 // That nobody listens, or somebody else, counts when it was so for this long: a firewall or a
 // service's proxy may say it for a moment.
 constexpr absl::Duration kRefusals = absl::Seconds(2);
-constexpr int kMinRefusals = 3;
+// Of the time between two attempts counts no more than this: a process that was stopped meanwhile,
+// or cut off, does not know whether it would have been refused.
+constexpr absl::Duration kBetweenRefusals = absl::Milliseconds(250);
+
+// Counts for how long a client has been refused in each attempt.
+class Refusals {
+ public:
+  // Returns whether it is to be believed by now.
+  bool Add() {
+    const auto now = Deadline::Clock::now();
+    if (last_.has_value()) {
+      lasted_ += std::min(absl::FromChrono(now - *last_), kBetweenRefusals);
+    }
+    last_ = now;
+    return lasted_ >= kRefusals;
+  }
+  // After an attempt that was not refused.
+  void Reset() { *this = Refusals(); }
+
+ private:
+  absl::Duration lasted_ = absl::ZeroDuration();
+  std::optional<Deadline::Clock::time_point> last_;
+};
 
 // What the server answers once it has done all that it was told before.
 void AppendPing(std::string* out) {
@@ -82,8 +104,7 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
   // One address or server that is silent does not use up all of the time; a busy one gets more of
   // it in each attempt.
   absl::Duration patience = client->options_.answer_timeout;
-  Deadline refused_until = Deadline::Never();  // from the first refusal on
-  int refusals = 0;                            // one after the other
+  Refusals refusals;
   do {
     auto socket = client->ConnectOnce(std::min(deadline, Deadline::After(patience)));
     patience *= 2;
@@ -97,9 +118,9 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
       return Annotate(socket.status(), absl::StrCat("the store at ", client->where_));
     }
     // A server that is crowded, or something on the way, looks like it for a moment.
-    refusals = absl::IsPermissionDenied(socket.status()) ? refusals + 1 : 0;
-    if (refusals == 1) refused_until = Deadline::After(kRefusals);
-    if (refusals >= kMinRefusals && refused_until.Passed()) {
+    if (!absl::IsPermissionDenied(socket.status())) {
+      refusals.Reset();
+    } else if (refusals.Add()) {
       return absl::UnauthenticatedError(
           absl::StrCat("the store at ", client->where_, ": ", socket.status().message()));
     }
@@ -216,7 +237,7 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
   Backoff backoff(deadline);
   absl::Status last;  // why the attempt before this one failed
   int closed = 0;     // how many new connections the server has closed instead of an answer
-  Deadline refused_until = Deadline::Never();  // from the first refusal on
+  Refusals refusals;
   do {
     const Deadline until = std::min(deadline, Deadline::After(options_.answer_timeout));
     const bool is_new = !socket_.valid();
@@ -228,14 +249,13 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
         // certificate that is refused now may be renewed, here or there, before the deadline.
         const bool refused = absl::IsFailedPrecondition(last) ||
                              (absl::IsUnauthenticated(last) && options_.certificates == nullptr);
-        if (refused && refused_until.is_never()) refused_until = Deadline::After(kRefusals);
-        if (!refused) refused_until = Deadline::Never();
-        *gone = absl::IsDataLoss(last) || (refused && refused_until.Passed());
+        if (!refused) refusals.Reset();
+        *gone = absl::IsDataLoss(last) || (refused && refusals.Add());
         if (*gone) return absl::UnavailableError(last.message());
         continue;
       }
       socket_ = *std::move(socket);
-      refused_until = Deadline::Never();
+      refusals.Reset();
     }
     const Deadline answer_by =
         request.repeat == Repeat::kForbidden
