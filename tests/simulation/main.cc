@@ -87,7 +87,7 @@ void KeepToProcessor(uint64_t number) {
 
 // Runs each seed that is `job` behind a multiple of the number of jobs.
 void RunSeeds(const Options& options, uint64_t job, Tally& tally) {
-  Runner runner(RunJob, WarmUp);
+  Runner runner;
   for (uint64_t seed = options.from + job; seed < tally.end; seed += options.jobs) {
     Plan plan = options.plan.has_value() ? *options.plan : DrawPlan(seed, options.faults);
     plan.seed = seed;
@@ -208,6 +208,6 @@ int Main(int argc, char** argv) {
 }  // namespace distgrad::simulation
 
 int main(int argc, char** argv) {
-  distgrad::simulation::Runner::FixAddresses(argv);
+  distgrad::simulation::Runner::Serve(distgrad::simulation::RunJob, distgrad::simulation::WarmUp);
   return distgrad::simulation::Main(argc, argv);
 }

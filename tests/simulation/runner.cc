@@ -1,6 +1,7 @@
-// Forks a process that forks processes.
+// Starts a process that forks processes.
 #include "tests/simulation/runner.h"
 
+#include <fcntl.h>
 #include <malloc.h>
 #include <sched.h>
 #include <signal.h>
@@ -15,6 +16,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "core/base/check.h"
@@ -30,38 +32,42 @@ struct Runner::Shared {
   Course course;
 };
 
-void Runner::FixAddresses(char** argv) {
-  const int persona = personality(0xffffffff);
-  if (persona == -1 || (persona & ADDR_NO_RANDOMIZE) != 0) return;
-  if (personality(persona | ADDR_NO_RANDOMIZE) == -1) return;
-  // libgomp reads it as the program begins; threads of its own would wait where no simulator sees.
-  setenv("OMP_NUM_THREADS", "1", /*overwrite=*/1);
-  execv("/proc/self/exe", argv);  // where it cannot, seeds are the same within this process alone
+namespace {
+
+// The descriptors of a process that serves, the same each time.
+constexpr int kOrders = 100, kAnswers = 101, kStderr = 102, kShared = 103;
+constexpr char kServes[] = "DISTGRAD_SIMULATION_SERVES=1";
+
+// Where this is put into the place of a process that is about to begin anew.
+void Give(int descriptor, int number) { DG_CHECK(dup2(descriptor, number) == number); }
+
+// What variables and arguments there are decides where memory is, and so in which order some tables
+// are gone through: all but those that are needed are left out. libgomp reads its own as the
+// program begins; threads of its own would wait where no simulator sees.
+[[noreturn]] void BeginAnew() {
+  personality(ADDR_NO_RANDOMIZE);  // where it cannot, seeds are the same within this process alone
+  std::vector<std::string> variables = {kServes, "OMP_NUM_THREADS=1"};
+  for (const char* const name : {"DISTGRAD_PLANTED", "LD_LIBRARY_PATH"}) {
+    const char* const value = getenv(name);
+    if (value != nullptr) variables.push_back(absl::StrCat(name, "=", value));
+  }
+  std::vector<char*> environment;
+  for (std::string& variable : variables) environment.push_back(variable.data());
+  environment.push_back(nullptr);
+  char name[] = "simulation";
+  char* arguments[] = {name, nullptr};
+  execve("/proc/self/exe", arguments, environment.data());
+  _exit(127);
 }
 
-Runner::Runner(Function function, void (*warm_up)()) {
-  shared_ = static_cast<Shared*>(
-      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-  DG_CHECK(shared_ != MAP_FAILED);
-  DG_CHECK(pipe(orders_) == 0 && pipe(answers_) == 0);
-  stderr_ = memfd_create("stderr", 0);
-  DG_CHECK(stderr_ >= 0);
-  server_ = fork();
-  DG_CHECK(server_ >= 0);
-  if (server_ == 0) Serve(function, warm_up);
-  close(orders_[0]);
-  close(answers_[1]);
-}
-
-Runner::~Runner() {
-  close(orders_[1]);
-  waitpid(server_, nullptr, 0);
-}
+}  // namespace
 
 void Runner::Serve(Function function, void (*warm_up)()) {
+  if (getenv("DISTGRAD_SIMULATION_SERVES") == nullptr) return;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
-  close(orders_[1]);
-  close(answers_[0]);
+  auto* const shared = static_cast<Shared*>(
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, kShared, 0));
+  DG_CHECK(shared != MAP_FAILED);
   mallopt(M_ARENA_MAX, 1);
   // One thread runs at a time. Where it has one processor it is handed on faster, and nobody polls.
   cpu_set_t processors;
@@ -73,28 +79,62 @@ void Runner::Serve(Function function, void (*warm_up)()) {
   }
   warm_up();
   char byte;
-  while (read(orders_[0], &byte, 1) == 1) {
-    shared_->wrong[0] = '\0';
-    shared_->course = {};
+  while (read(kOrders, &byte, 1) == 1) {
+    shared->wrong[0] = '\0';
+    shared->course = {};
     const pid_t child = fork();
     DG_CHECK(child >= 0);
     if (child == 0) {
-      dup2(stderr_, 2);
+      dup2(kStderr, 2);
       prctl(PR_SET_PDEATHSIG, SIGKILL);
       // Of a processor's time, for other programs may have it meanwhile; one that waits for the
       // system uses none.
-      const itimerval patience = {.it_interval = {}, .it_value = {shared_->patience, 0}};
+      const itimerval patience = {.it_interval = {}, .it_value = {shared->patience, 0}};
       setitimer(ITIMER_PROF, &patience, nullptr);
-      alarm(20 * shared_->patience);
+      alarm(20 * shared->patience);
       const std::string wrong =
-          function(absl::string_view(shared_->order, shared_->order_size), &shared_->course);
-      strncpy(shared_->wrong, wrong.c_str(), sizeof(shared_->wrong) - 1);
+          function(absl::string_view(shared->order, shared->order_size), &shared->course);
+      strncpy(shared->wrong, wrong.c_str(), sizeof(shared->wrong) - 1);
       _exit(wrong.empty() ? 0 : 1);
     }
-    DG_CHECK(waitpid(child, &shared_->status, 0) == child);
-    if (write(answers_[1], &byte, 1) != 1) break;
+    DG_CHECK(waitpid(child, &shared->status, 0) == child);
+    if (write(kAnswers, &byte, 1) != 1) break;
   }
   _exit(0);
+}
+
+Runner::Runner() {
+  const int shared = memfd_create("shared", MFD_CLOEXEC);
+  DG_CHECK(shared >= 0 && ftruncate(shared, sizeof(Shared)) == 0);
+  shared_ = static_cast<Shared*>(
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, shared, 0));
+  DG_CHECK(shared_ != MAP_FAILED);
+  int orders[2], answers[2];
+  DG_CHECK(pipe2(orders, O_CLOEXEC) == 0 && pipe2(answers, O_CLOEXEC) == 0);
+  stderr_ = memfd_create("stderr", MFD_CLOEXEC);
+  DG_CHECK(stderr_ >= 0);
+  server_ = fork();
+  DG_CHECK(server_ >= 0);
+  if (server_ == 0) {
+    Give(orders[0], kOrders);
+    Give(answers[1], kAnswers);
+    Give(stderr_, kStderr);
+    Give(shared, kShared);
+    BeginAnew();
+  }
+  close(orders[0]);
+  close(answers[1]);
+  close(shared);
+  orders_ = orders[1];
+  answers_ = answers[0];
+}
+
+Runner::~Runner() {
+  close(orders_);
+  close(answers_);
+  close(stderr_);
+  munmap(shared_, sizeof(Shared));
+  waitpid(server_, nullptr, 0);
 }
 
 Outcome Runner::Run(absl::string_view order, int patience) {
@@ -104,8 +144,8 @@ Outcome Runner::Run(absl::string_view order, int patience) {
   shared_->patience = patience;
   DG_CHECK(ftruncate(stderr_, 0) == 0 && lseek(stderr_, 0, SEEK_SET) == 0);
   char byte = 'r';
-  DG_CHECK(write(orders_[1], &byte, 1) == 1);
-  DG_CHECK(read(answers_[0], &byte, 1) == 1) << "the process that runs simulations is gone";
+  DG_CHECK(write(orders_, &byte, 1) == 1);
+  DG_CHECK(read(answers_, &byte, 1) == 1) << "the process that runs simulations is gone";
   Outcome outcome;
   outcome.course = shared_->course;
   const int status = shared_->status;

@@ -2,8 +2,8 @@
 // breaks, is none of the next one's; and so that each starts from the same memory, wherever that
 // matters.
 //
-//   Runner runner([](absl::string_view order) { ... return course; });   // in main(), at once
-//   Outcome outcome = runner.Run("seed 7");
+//   Runner::Serve([](absl::string_view order, Course* course) { ... }, WarmUp);  // first in main()
+//   Outcome outcome = Runner().Run("seed 7");
 #ifndef DISTGRAD_TESTS_SIMULATION_RUNNER_H_
 #define DISTGRAD_TESTS_SIMULATION_RUNNER_H_
 
@@ -29,13 +29,13 @@ class Runner {
   // Returns what is wrong, or "".
   using Function = std::string (*)(absl::string_view order, Course* course);
 
-  // Has the system put the program at the same addresses each time, if it lets us, and OpenMP have
-  // no threads of its own: call this first in main(), which it may begin anew.
-  static void FixAddresses(char** argv);
+  // Where this process is one that a Runner has started, runs its orders, and never returns: call
+  // this first in main(). `warm_up` is run once, before all of them.
+  static void Serve(Function function, void (*warm_up)());
 
-  // Forks off the process that later forks one for each order; so no thread must run yet. `warm_up`
-  // is run there once.
-  Runner(Function function, void (*warm_up)());
+  // Starts the process that forks one for each order: this program, with few variables and no
+  // arguments, at the same addresses each time, if the system lets us.
+  Runner();
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;
   ~Runner();
@@ -46,10 +46,9 @@ class Runner {
 
  private:
   struct Shared;
-  [[noreturn]] void Serve(Function function, void (*warm_up)());
 
   Shared* shared_ = nullptr;  // memory that all these processes share
-  int orders_[2], answers_[2], stderr_ = -1;
+  int orders_ = -1, answers_ = -1, stderr_ = -1;
   pid_t server_ = -1;
 };
 

@@ -298,9 +298,9 @@ TEST_F(SchedulerTest, ChanceIsTheSeeds) {
 
 int main(int argc, char** argv) {
   using distgrad::simulation::Runner;
-  Runner::FixAddresses(argv);
+  Runner::Serve(distgrad::simulation::Scenario, [] {});
   ::testing::InitGoogleTest(&argc, argv);
-  Runner runner(distgrad::simulation::Scenario, [] {});
+  Runner runner;
   distgrad::simulation::runner = &runner;
   return RUN_ALL_TESTS();
 }

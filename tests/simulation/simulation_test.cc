@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -89,14 +90,26 @@ TEST_F(SimulationTest, TheSameSeedTakesTheSameCourse) {
   }
 }
 
+// Else a seed that fails here fails nowhere else.
+TEST_F(SimulationTest, AnotherEnvironmentChangesNothing) {
+  for (int i = 0; i < 40; ++i) {
+    setenv(absl::StrCat("SIMULATION_TEST_", i).c_str(), std::string(100 * i, 'x').c_str(), 1);
+  }
+  Runner elsewhere;
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    const std::string plan = Text(DrawPlan(seed));
+    EXPECT_EQ(runner->Run(plan).course.hash, elsewhere.Run(plan).course.hash) << "seed " << seed;
+  }
+}
+
 }  // namespace
 }  // namespace distgrad::simulation
 
 int main(int argc, char** argv) {
   using distgrad::simulation::Runner;
-  Runner::FixAddresses(argv);
+  Runner::Serve(distgrad::simulation::RunJob, distgrad::simulation::WarmUp);
   ::testing::InitGoogleTest(&argc, argv);
-  Runner runner(distgrad::simulation::RunJob, distgrad::simulation::WarmUp);
+  Runner runner;
   distgrad::simulation::runner = &runner;
   return RUN_ALL_TESTS();
 }

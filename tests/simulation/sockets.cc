@@ -37,8 +37,7 @@ struct SocketEnd {
   const int process;
   uint16_t port = 0;
   bool listens = false;
-  std::deque<std::pair<int64_t, std::shared_ptr<SocketEnd>>>
-      queue;  // and when each can be accepted
+  std::multimap<int64_t, std::shared_ptr<SocketEnd>> queue;  // by when each can be accepted
 
   bool is_event = false;
   uint64_t rings = 0;
@@ -175,7 +174,7 @@ short EventsOf(const SocketEnd& end) {
   const int64_t now = Now();
   if (end.is_event) return static_cast<short>(end.rings > 0 ? POLLIN : 0);
   if (end.listens) {
-    return static_cast<short>(!end.queue.empty() && end.queue.front().first <= now ? POLLIN : 0);
+    return static_cast<short>(!end.queue.empty() && end.queue.begin()->first <= now ? POLLIN : 0);
   }
   if (end.connects) {
     if (end.connected_at > now) return 0;
@@ -189,7 +188,7 @@ short EventsOf(const SocketEnd& end) {
 // When an end may have another event without anybody's doing.
 int64_t NextEventOf(const SocketEnd& end) {
   int64_t next = kNever;
-  if (end.listens && !end.queue.empty()) next = end.queue.front().first;
+  if (end.listens && !end.queue.empty()) next = end.queue.begin()->first;
   if (end.connects) next = end.connected_at;
   if (!end.in.empty()) next = std::min(next, end.in.front().at);
   return next > Now() ? next : kNever;
@@ -291,10 +290,8 @@ int ConnectSocket(int descriptor, const sockaddr* address) {
   accepted->port = listener->port;
   accepted->peer = end;
   end->peer = accepted;
-  const int64_t at =
-      std::max(end->connected_at, listener->queue.empty() ? 0 : listener->queue.back().first);
-  listener->queue.emplace_back(at, std::move(accepted));
-  Tell(*listener, at);
+  listener->queue.emplace(end->connected_at, std::move(accepted));
+  Tell(*listener, end->connected_at);
   return Fail(EINPROGRESS);
 }
 
@@ -302,9 +299,9 @@ int AcceptSocket(int descriptor) {
   MaybeYield();
   const std::shared_ptr<SocketEnd> end = Find(descriptor);
   if (end == nullptr) return -1;
-  if (end->queue.empty() || end->queue.front().first > Now()) return Fail(EAGAIN);
-  std::shared_ptr<SocketEnd> accepted = std::move(end->queue.front().second);
-  end->queue.pop_front();
+  if (end->queue.empty() || end->queue.begin()->first > Now()) return Fail(EAGAIN);
+  std::shared_ptr<SocketEnd> accepted = std::move(end->queue.begin()->second);
+  end->queue.erase(end->queue.begin());
   return Open(std::move(accepted));
 }
 

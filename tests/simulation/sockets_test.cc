@@ -196,9 +196,9 @@ TEST_F(SocketsTest, TheSameSeedGivesTheSameCourse) {
 
 int main(int argc, char** argv) {
   using distgrad::simulation::Runner;
-  Runner::FixAddresses(argv);
+  Runner::Serve(distgrad::simulation::Scenario, [] {});
   ::testing::InitGoogleTest(&argc, argv);
-  Runner runner(distgrad::simulation::Scenario, [] {});
+  Runner runner;
   distgrad::simulation::runner = &runner;
   return RUN_ALL_TESTS();
 }
