@@ -301,7 +301,7 @@ void Job::StartElsewhere(const Action& action, const std::shared_ptr<Process>& o
     death = disturbances_.size();
     disturbances_.push_back({Disturbance::kDeath, Deadline::Never(), action.a});
   }
-  started_elsewhere_ = old->is_over = true;
+  old->is_over = true;
   NoteDeath(*old, Deadline::Never());
   if (!StartAgain(action, "starting elsewhere", death).ok()) {
     killed_ = true;  // whether the old one is still a member is not known
@@ -774,8 +774,7 @@ bool Job::ExplainsKey(absl::string_view key) {
   if (is_end || kind == "left") {
     // In the end worker 0 alone waits.
     const bool is_rank = has_number && number < (is_end ? plan_.workers : 1);
-    const bool is_asked_for = !killed_ || (started_elsewhere_ && kind == "shutdown");
-    return words.size() == 2 && is_asked_for && (of_count || is_rank);
+    return words.size() == 2 && (of_count || is_rank);
   }
   absl::MutexLock lock(&mu_);
   if (kind == "worker") {
@@ -868,9 +867,11 @@ std::string Job::Run() {
         absl::MutexLock lock(&mu_);
         process.swap(processes_[i]);
       }
-      if (process == nullptr || killed_) return;
+      if (process == nullptr) return;
       const InProcess in_process(process->number);
-      const absl::Status ended = process->worker->Shutdown(Deadline::After(absl::Minutes(1)));
+      // Of those that were killed the others find that they are lost.
+      const absl::Status ended = process->worker->Shutdown(
+          Deadline::After(absl::Minutes(1)), killed_ ? OnLost::kGoOnWithout : OnLost::kFail);
       if (!ended.ok()) Wrong(absl::StrCat("the end of ", i, ": ", ended.ToString()));
     });
   }

@@ -240,7 +240,6 @@ class Job {
   std::map<int, std::unique_ptr<PipelineModel>> pipelines_;  // by Action::a
   // Whether a worker was killed, or was killed in silence.
   std::atomic<bool> killed_{false}, killed_silently_{false};
-  std::atomic<bool> started_elsewhere_{false};
   bool has_newcomers_ = false;
 
   absl::Mutex mu_;
