@@ -26,6 +26,7 @@
 #include "core/autograd/state.h"
 #include "core/base/check.h"
 #include "core/membership/store/tcp_store.h"
+#include "core/net/handshake.h"
 #include "core/worker/metrics.h"
 #include "tests/simulation/counting_clock.h"
 #include "tests/simulation/job_run.h"
@@ -918,6 +919,10 @@ std::string RunJob(absl::string_view order, Course* course) {
 
 void WarmUp() {
   at::set_num_threads(1);
+  // OpenSSL makes its tables when it is first used.
+  for (const auto role : {Handshake::Role::kClient, Handshake::Role::kServer}) {
+    Must(Handshake::Create(role, ClusterKey(), Token(), /*certificates=*/false).status());
+  }
   // absl measures it when it first has threads wait, by the true time.
   absl::base_internal::NominalCPUFrequency();
   for (uint64_t seed = 0; seed < 20; ++seed) {

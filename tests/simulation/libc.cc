@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "absl/time/time.h"
@@ -444,6 +445,9 @@ int simulated_getpeername(int descriptor, sockaddr* address, socklen_t* size) {
 // -------------------------------------------------------------------------------------- Chance
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// Each one asks the processor what it can, which a virtual machine is slow to say.
+void std::random_device::_M_init(const std::string& /*token*/) {}
+void std::random_device::_M_fini() {}
 std::random_device::result_type std::random_device::_M_getval() {
   if (OnThread()) return static_cast<result_type>(Draw());
   result_type number;

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <map>
 #include <vector>
@@ -42,6 +43,21 @@ struct Thread {
   void* result = nullptr;
 };
 
+// How many threads wait for a thing of the same hash, so that who wakes nobody, as most do, need
+// not look at all of them.
+class Waiters {
+ public:
+  void Add(const void* what, int by) { counts_[Hash(what)] += by; }
+  bool Has(const void* what) const { return counts_[Hash(what)] > 0; }
+
+ private:
+  static size_t Hash(const void* what) {
+    return static_cast<size_t>(reinterpret_cast<uintptr_t>(what) * 0x9e3779b97f4a7c15 >> 54);
+  }
+
+  std::array<int, 1024> counts_ = {};
+};
+
 struct Simulation {
   Schedule schedule;
   bool calm = false;
@@ -49,6 +65,7 @@ struct Simulation {
   int64_t wall_clock_ahead = 0;
   std::map<int, int64_t> refuse_until, stopped_until;  // by process
   Course course;
+  Waiters waiters;
   std::vector<Thread*> live;      // not over
   std::vector<Thread*> unjoined;  // started, and not joined
   Thread* leaving = nullptr;      // has given the baton away, and is on its way out
@@ -307,7 +324,9 @@ bool Block(Wait wait, const void* what, int64_t until, bool wall) {
   self->wait = wait;
   self->what = what;
   self->until = until;
+  simulation->waiters.Add(what, 1);
   Switch();
+  simulation->waiters.Add(what, -1);
   self->until = kNever;
   self->wait = Wait::kNothing;
   return !self->timed_out;
@@ -315,6 +334,7 @@ bool Block(Wait wait, const void* what, int64_t until, bool wall) {
 
 int Wake(Wait wait, const void* what, int most) {
   int woken = 0;
+  if (!simulation->waiters.Has(what)) return 0;
   static std::vector<Thread*> waiting;
   waiting.clear();
   for (Thread* thread : simulation->live) {
