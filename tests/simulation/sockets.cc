@@ -100,7 +100,7 @@ bool OneIn(uint32_t one_in) { return one_in != 0 && Draw() % one_in == 0; }
 // Whether something on the way says that nobody listens. Not for so long, nor again so soon, that
 // it has to be believed.
 bool IsRefused() {
-  constexpr int64_t kMost = 1500000000, kPause = 500000000;
+  constexpr int64_t kMost = 800000000, kPause = 500000000;
   Sockets& all = All();
   if (all.calm) return false;
   if (all.refused_until + kPause < Now() && OneIn(all.options.refuse_one_in)) {

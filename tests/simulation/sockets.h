@@ -20,7 +20,7 @@ namespace distgrad::simulation {
 struct SocketOptions {
   uint32_t break_one_in = 0;  // so many times that something is sent, or opened; 0: never
   // So many connections that are opened are refused, and so are all others for a while, less than
-  // two seconds; 0: none.
+  // one second; 0: none.
   uint32_t refuse_one_in = 0;
   uint32_t slow_one_in = 0;   // so many arrive up to 50 ms later; 0: none
   uint32_t split_one_in = 0;  // so many reads and writes are of a part, as small as a byte; 0: none

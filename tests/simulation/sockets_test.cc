@@ -68,8 +68,9 @@ std::string Bytes() {
   return absl::IsUnavailable(end) ? "" : absl::StrCat("behind the end: ", end.ToString());
 }
 
-// Several processes count by one store, and wait for each other, while connections break. Nothing
-// is lost, nothing is done twice, and nobody hears of it.
+// Several processes count by one store, and wait for each other, while connections break, and while
+// now and then one is cut off for longer than its client waits for an answer. Nothing is lost,
+// nothing is done twice, and nobody hears of it.
 std::string Count(uint32_t break_one_in) {
   constexpr int kClients = 3, kAdditions = 15;
   SetSocketOptions({.break_one_in = break_one_in,
@@ -121,6 +122,11 @@ std::string Count(uint32_t break_one_in) {
         }
       }
     });
+  }
+  for (int i = 0; i < 6; ++i) {
+    absl::SleepFor(absl::Milliseconds(Draw() % 2000));
+    CutOffSockets(kFirstClient + static_cast<int>(Draw() % kClients),
+                  Now() + static_cast<int64_t>(Draw() % 8000) * 1000000);
   }
   for (std::thread& thread : threads) thread.join();
   CalmSockets();
