@@ -30,7 +30,7 @@ bool MemberWatch::watches() const {
 
 void MemberWatch::WatchToo(WorkerRank member) {
   absl::MutexLock lock(&mu_);
-  watched_too_ = member;
+  watched_too_.insert(member);
 }
 
 std::vector<WorkerRank> MemberWatch::Tick(bool is_first,
@@ -72,7 +72,8 @@ MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::S
   absl::MutexLock lock(&mu_);
   if (link.was_heard) unreachable_.erase(link.peer);
   if (absl::IsResourceExhausted(why)) return Verdict::kNothing;  // Tick() tries again
-  if (state_ != State::kWatching || (link.peer != watched_too_ && !IsAmongNext(link.peer))) {
+  if (state_ != State::kWatching ||
+      (!watched_too_.contains(link.peer) && !IsAmongNext(link.peer))) {
     return Verdict::kNothing;
   }
   bool is_lost = link.was_silent;

@@ -12,6 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
@@ -44,7 +45,7 @@ class MemberWatch {
   bool Start();
   void Stop();
   bool watches() const;
-  // Watches this member as well, whichever others do.
+  // Watches this member as well, whichever others do. Of several all are.
   void WatchToo(WorkerRank member);
 
   // Returns the members to ping, now and then: those that this worker watches, and the one that
@@ -70,7 +71,7 @@ class MemberWatch {
   mutable absl::Mutex mu_;
   MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kIdle};
   size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
-  std::optional<WorkerRank> watched_too_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_set<WorkerRank> watched_too_ ABSL_GUARDED_BY(mu_);
   // The time since which each watched member could not be reached, though nothing refused.
   absl::flat_hash_map<WorkerRank, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
   absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();

@@ -184,35 +184,46 @@ absl::StatusOr<std::vector<WorkerRank>> LastContexts::GoOn(Deadline deadline) {
     DG_ASSIGN_OR_RETURN(const Membership::Losses losses, parts_.members.LossesOf(ever));
     for (const Membership::LostMember& member : losses.lost) lost.insert(member.worker.rank);
   }
-  const auto is_lost = [&](const WorkerInfo& each) {
-    return lost.contains(each.rank) || parts_.agent.LossOf(each.rank, each.incarnation) != 0;
+  // An entry may be that of an incarnation that is over, whose process writes late.
+  const auto is_gone = [&](const WorkerInfo& entry, Incarnation incarnation) {
+    return (entry.incarnation == incarnation && (entry.left || lost.contains(entry.rank))) ||
+           parts_.agent.LossOf(entry.rank, incarnation) != 0;
   };
-  std::vector<WorkerRank> makers;
+  std::vector<WorkerRank> makers, silent;
   std::vector<ContextId> last;
-  absl::flat_hash_map<WorkerRank, Unheard> unheard;
-  absl::MutexLock lock(&mu_);
-  for (const WorkerInfo& each : ever) {
-    if (each.rank == parts_.self.rank) continue;
-    const auto found = unheard_.find(each.rank);
-    // One that has left takes part in no context that is new to it; one that has come back since
-    // has found this incarnation in the store.
-    if (found != unheard_.end() &&
-        (each.left || each.incarnation != found->second.incarnation || is_lost(each))) {
-      unheard_.erase(found);
+  absl::flat_hash_map<WorkerRank, Unheard> next;
+  {
+    absl::MutexLock lock(&mu_);
+    for (const WorkerInfo& each : ever) {
+      if (each.rank == parts_.self.rank) continue;
+      const auto found = unheard_.find(each.rank);
+      // One that has left takes part in no context that is new to it; one that has come back since
+      // has found this incarnation in the store.
+      if (found != unheard_.end() && (each.incarnation > found->second.incarnation ||
+                                      is_gone(each, found->second.incarnation))) {
+        unheard_.erase(found);
+      }
+      const auto known = parts_.agent.Info(each.rank);
+      const Incarnation incarnation =
+          known.ok() ? std::max(known->incarnation, each.incarnation) : each.incarnation;
+      // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
+      // comes.
+      const bool is_there = !is_gone(each, incarnation);
+      if (is_there) makers.push_back(each.rank);
+      last.push_back(LastIdOf(each.rank, incarnation));
+      next.emplace(each.rank, Unheard{.incarnation = incarnation, .is_asked = is_there});
     }
-    // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
-    // comes.
-    const bool is_there = !each.left && !is_lost(each);
-    if (is_there) makers.push_back(each.rank);
-    last.push_back(LastIdOf(each.rank, each.incarnation));
-    unheard.emplace(each.rank, Unheard{.incarnation = each.incarnation, .is_asked = is_there});
+    for (const auto& [member, unheard] : unheard_) silent.push_back(member);
+    if (silent.empty()) {
+      // Whoever comes after that begins all contexts of its own later than this.
+      parts_.contexts.SetMayBeOlder(last);
+      unheard_ = std::move(next);
+      stage_ = Stage::kMakersAreAsked;
+      return makers;
+    }
   }
-  if (!unheard_.empty()) return std::vector<WorkerRank>();
-  // Whoever comes after that begins all contexts of its own later than this.
-  parts_.contexts.SetMayBeOlder(last);
-  unheard_ = std::move(unheard);
-  stage_ = Stage::kMakersAreAsked;
-  return makers;
+  for (const WorkerRank member : silent) parts_.agent.WatchToo(member);
+  return std::vector<WorkerRank>();
 }
 
 }  // namespace distgrad

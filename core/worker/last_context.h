@@ -51,7 +51,7 @@ class LastContexts {
     Caller& caller;
     Membership& members;
     Lookups& lookups;
-    const Agent& agent;
+    Agent& agent;
   };
 
   // Knows nobody, and refuses nothing, until ComeBack().
@@ -88,7 +88,8 @@ class LastContexts {
   bool Take(WorkerRank member, const Answer& last);
   void TakeAndGoOn(WorkerRank member, const Answer& last, const std::weak_ptr<void>& owner);
   // Asks the store who need not be waited for. If nobody is left, who has not answered, that is the
-  // end of the first stage: returns whom to ask next, each of whom counts as asked.
+  // end of the first stage: returns whom to ask next, each of whom counts as asked. Else watches
+  // those, for nobody else may: one that has joined may be gone before anybody has met it.
   absl::StatusOr<std::vector<WorkerRank>> GoOn(Deadline deadline);
 
   const Parts parts_;

@@ -74,7 +74,8 @@ absl::Status WorkerImpl::Shutdown(Deadline deadline, OnLost on_lost) {
 }
 
 absl::Status WorkerImpl::AwaitIdle(Deadline deadline, bool contexts) {
-  last_contexts_.Stop();  // nothing new is to be accepted
+  // Who leaves accepts nothing new. At the end of the job handlers may still begin contexts.
+  if (contexts) last_contexts_.Stop();
   Backoff backoff(deadline);
   size_t serving, calls, of_contexts;
   do {

@@ -664,6 +664,35 @@ TEST_F(ReturnTest, OneThatIsLostKeepsNoContextsRefused) {
   EXPECT_EQ(CallUntilServed(), absl::OkStatus());
 }
 
+// It has joined, and was gone before anybody had met it: no member watches it.
+TEST_F(ReturnTest, OneThatNobodyHasMetKeepsNoContextsRefused) {
+  Start(3);
+  Membership ghost(store_, {.name = "ghost", .join = true});
+  absl::StatusOr<WorkerInfo> info = ghost.Claim(Later());
+  ASSERT_TRUE(info.ok()) << info.status();
+  info->address = "inproc://nowhere";
+  ASSERT_TRUE(ghost.Enter(*info, Later()).ok());
+  workers_[1].reset();
+  Create(Options(1));
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+}
+
+// What an incarnation that is over has written late says nothing of the one that is there.
+TEST_F(ReturnTest, AnEntryOfAnEarlierIncarnationExcusesNobody) {
+  Start(3);
+  WorkerInfo earlier = *DecodeWorkerInfo(*store_->Get("worker/2", Later()), 2);
+  workers_[2].reset();
+  Create(Options(2));
+  faults_->Begin(/*to=*/AddressOf(2));
+  workers_[1].reset();
+  Create(Options(1));
+  earlier.left = true;
+  ASSERT_TRUE(store_->Set("worker/2", EncodeWorkerInfo(earlier), Later()).ok());
+  EXPECT_TRUE(absl::IsUnavailable(CallUntilServed(absl::Seconds(3))));
+  faults_->End();
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+}
+
 TEST_F(ReturnTest, OneThatLeavesKeepsNoContextsRefused) {
   Start(3);
   faults_->Begin(/*to=*/AddressOf(2));
@@ -778,7 +807,6 @@ TEST_P(MembersTest, TheDeathOfAMemberEndsWhatWaitsForIt) {
   }
 }
 
-// It has an entry in the store, and was gone before anybody heard of it.
 TEST_P(MembersTest, OneThatIsLostIsNotOnThisMachine) {
   Start(2);
   EXPECT_EQ(worker(0).MembersOnThisMachine().size(), 2u);
@@ -793,6 +821,7 @@ TEST_P(MembersTest, OneThatIsLostIsNotOnThisMachine) {
   EXPECT_EQ(worker(0).world_size(), 2) << "it may come back";
 }
 
+// It has an entry in the store, and was gone before anybody heard of it.
 TEST_P(MembersTest, AMemberThatNobodyHasMetIsMissed) {
   Start(1);
   Membership ghost(store_, {.name = "ghost", .join = true});

@@ -85,8 +85,9 @@ void Server::OnCall(IncomingCall call) {
   const std::shared_ptr<Owner> owner = owner_.lock();
   if (owner == nullptr) return call.Fail(absl::CancelledError("this worker is shutting down"));
   absl::Status refusal = call.refusal();
-  const bool leaves = call.from() != parts_.self.rank && call.function() != kLastContext &&
-                      owner->Refuses(header->context);
+  const bool asks_for_last = call.function() == kLastContext && header->context == 0;
+  const bool leaves =
+      call.from() != parts_.self.rank && !asks_for_last && owner->Refuses(header->context);
   if (leaves) {
     refusal = absl::UnavailableError("it is leaving the job");
     if (header->edge == 0) return call.Fail(refusal);
