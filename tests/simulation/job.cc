@@ -711,6 +711,15 @@ void Job::CheckAllIsWell() {
                              {.deadline = Deadline::After(absl::Seconds(10))});
         if (reply.ok()) break;
       }
+      // One that has come back may have to ask the others first.
+      const Deadline end = Deadline::After(2 * kHeartbeatLimit);
+      while (reply.ok()) {
+        const Context context = caller->NewContext();
+        reply = caller->Call(WorkerName(to), "echo", {"in a context?", {}}, {.context = &context});
+        if (!absl::IsUnavailable(reply.status()) || end.Passed()) break;
+        reply = Message();
+        absl::SleepFor(absl::Milliseconds(100));
+      }
       if (!reply.ok()) {
         Wrong(absl::StrCat("when all is over, a call from ", from, " to ", to, ": ",
                            reply.status().ToString(), "; ", network_->Text()));

@@ -35,10 +35,10 @@ struct Runner::Shared {
 namespace {
 
 // The descriptors of a process that serves, the same each time.
-constexpr int kOrders = 100, kAnswers = 101, kStderr = 102, kShared = 103;
+constexpr int kOrders = 900, kAnswers = 901, kStderr = 902, kShared = 903;
 constexpr char kServes[] = "DISTGRAD_SIMULATION_SERVES=1";
 
-// Where this is put into the place of a process that is about to begin anew.
+// To a process that is about to begin anew.
 void Give(int descriptor, int number) { DG_CHECK(dup2(descriptor, number) == number); }
 
 // What variables and arguments there are decides where memory is, and so in which order some tables

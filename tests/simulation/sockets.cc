@@ -214,7 +214,10 @@ void SetSocketOptions(const SocketOptions& options) { All().options = options; }
 
 void CalmSockets() { All().calm = true; }
 
-void CutOffSockets(int process, int64_t until) { All().cut_off_until[process] = until; }
+void CutOffSockets(int process, int64_t until) {
+  int64_t& known = All().cut_off_until[process];
+  known = std::max(known, until);
+}
 
 void KillSockets(int process, bool silently) {
   All().dead.insert(process);

@@ -1861,6 +1861,15 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoom) {
   EXPECT_EQ(Join(port)->Get("key", Later()).value(), std::string(800, 'x'));
 }
 
+TEST(StoreServerTest, AClientForWhichThereIsNoRoomHearsThat) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.max_bytes = 1});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto client = NewTcpStore({.port = port, .deadline = Deadline::After(absl::Seconds(1))});
+  EXPECT_EQ(client.status().code(), absl::StatusCode::kResourceExhausted) << client.status();
+}
+
 // Says hello and hears the server's, or sends its proof and hears the server's.
 void TakeStep(Socket& socket, Handshake& handshake) {
   ASSERT_TRUE(socket.Send(handshake.TakeOutput(), Later()).ok());

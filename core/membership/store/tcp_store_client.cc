@@ -127,6 +127,9 @@ absl::StatusOr<std::unique_ptr<TcpStoreClient>> TcpStoreClient::Connect(
     // That the time was over in the midst of an attempt tells less than how one before it ended.
     if (last.ok() || !absl::IsDeadlineExceeded(socket.status())) last = socket.status();
   } while (backoff.Sleep());
+  if (absl::IsResourceExhausted(last)) {
+    return Annotate(last, absl::StrCat("the store at ", client->where_));
+  }
   return absl::DeadlineExceededError(
       absl::StrCat("no store answered at ", client->where_, " in time: ", last.message()));
 }
@@ -263,12 +266,14 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
             : std::min(deadline, Deadline::After(options_.answer_timeout + request.wait));
     absl::Status status = socket_.Send(request.bytes, answer_by);
     if (status.ok()) status = read_answer(socket_, answer_by);
-    if (status.ok()) return status;
+    // That there is no room is an answer, too; for a wait there may be some later.
+    if (status.ok() ||
+        (absl::IsResourceExhausted(status) && request.wait == absl::ZeroDuration())) {
+      return status;
+    }
     // Half an answer may be on its way: nobody can use this connection any more.
     socket_ = Socket();
     last = status;
-    // A wait for which there is no room may have it later.
-    if (absl::IsResourceExhausted(status) && request.wait == absl::ZeroDuration()) return status;
     if (request.repeat == Repeat::kForbidden) {
       return absl::AbortedError(
           absl::StrCat(status.message(), "; whether it has added to the counter is not known"));
