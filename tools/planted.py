@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Shows that the simulation finds defects: plants each that tests/simulation/planted.patch has.
 
-  tools/planted.py [--seeds N] [--table] [--tree DIR] [NAME...]
+  tools/planted.py [--check] [--seeds N] [--table] [--tree DIR] [NAME...]
 
 Runs the simulation with one defect after the other (those named, or all) on the seeds from 0, until one
 fails, and prints which; and where tests/simulation/cases has a program of its name, how many of 20 seeds
@@ -10,6 +10,8 @@ patch and the table of docs/testing.md do not have the same defects. One of whic
 seed finds it has to have a case, and only that is run, unless it is named. What finds a defect must pass
 without it: so all seeds up to the last one that found something run without any, and so do the cases.
 The seeds change with the code, so that those of the table are of a day; --table writes them anew.
+
+--check only sees whether the patch applies, and has the same defects as the table.
 
 The tree (DIR, by default one of this clone in the project's cache) is a work tree of HEAD, with the patch,
 and kept: the next run builds on it.
@@ -86,6 +88,7 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
   parser.add_argument("names", nargs="*", metavar="NAME")
   parser.add_argument("--seeds", type=int, default=5000)
+  parser.add_argument("--check", action="store_true", help="only see whether the patch applies")
   parser.add_argument("--table", action="store_true", help=f"write the seeds into {PAGE}")
   parser.add_argument("--tree", default=tree_of("planted"))
   options = parser.parse_args()
@@ -99,6 +102,14 @@ def main():
   unknown = sorted(set(options.names) - planted)
   if planted != listed or unknown:
     raise SystemExit(f"{PATCH} has no {', '.join(unknown)}" if unknown else 1)
+
+  if options.check:
+    try:
+      git("apply", "--check", PATCH)
+    except subprocess.CalledProcessError as error:
+      raise SystemExit(f"{PATCH} does not apply to this tree:\n{error.stderr}") from error
+    print(f"{PATCH} applies, and has the {len(planted)} defects of {PAGE}")
+    return 0
 
   tree = os.path.abspath(options.tree)
   prepare(tree)

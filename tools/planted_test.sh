@@ -118,6 +118,13 @@ check "a case fails without a defect" 1 "early: seed 1: it failed
 late: seed 30: it failed
 never.txt fails without a planted defect, so it finds none: seed 39: it failed"
 
+check "the patch is looked at alone" 0 \
+  "tests/simulation/planted.patch applies, and has the 3 defects of docs/testing.md" --check
+if [[ -s calls ]]; then
+  echo "FAILED: the patch was to be looked at, and the simulation ran" >&2
+  failed=1
+fi
 sed -i '/never/d' "$page"
 check "the table lacks a defect" 1 "never: not in docs/testing.md"
+check "the table lacks a defect, and that alone is looked at" 1 "never: not in docs/testing.md" --check
 exit $failed

@@ -29,7 +29,7 @@ class SimulationTest : public ::testing::Test {
 };
 
 constexpr auto kBudget = std::chrono::seconds(45);
-constexpr uint64_t kFewest = 100, kMost = 1300;
+constexpr uint64_t kFewest = 500, kMost = 1300;
 
 std::string Repeat(uint64_t seed, const Outcome& outcome) {
   return absl::StrCat("seed ", seed, ": ", outcome.wrong, "\n", Text(DrawPlan(seed)),

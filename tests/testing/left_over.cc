@@ -44,7 +44,8 @@ std::string LeftOfProcess(size_t descriptors_before) {
     for (const std::string& one : descriptors) absl::StrAppend(&left, " ", one);
   }
   for (const std::string& thread : ThreadNames()) {
-    if (absl::StartsWith(thread, "dg-")) absl::StrAppend(&left, " thread ", thread);
+    const bool is_ours = absl::StartsWith(thread, "dg-") || absl::StartsWith(thread, "dg/");
+    if (is_ours) absl::StrAppend(&left, " thread ", thread);
   }
   return left;
 }
