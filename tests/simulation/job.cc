@@ -199,6 +199,9 @@ absl::StatusOr<std::shared_ptr<Process>> Job::NewProcess(int i, const std::strin
   absl::StatusOr<std::unique_ptr<Worker>> worker = Worker::Create(std::move(options));
   if (!worker.ok()) return worker.status();
   process->worker = *std::move(worker);
+  for (const Member& member : process->worker->members()) {
+    if (member.rank == process->worker->rank()) process->incarnation = member.incarnation;
+  }
   process->timers = TimersOfNewestClock();
   RegisterAll(process.get(), i);
   return process;

@@ -56,7 +56,8 @@ using Heard = std::map<WorkerRank, std::pair<MemberEvent, Deadline::Clock::time_
 
 // A process, as far as there is one. What comes later needs what comes before it.
 struct Process {
-  int number = 0;  // of InProcess
+  int number = 0;               // of InProcess
+  Incarnation incarnation = 0;  // of its worker, which may know of a later one
   std::shared_ptr<SimulatedHost> host;
   std::shared_ptr<StoreOfProcess> store;
   std::shared_ptr<Heard> heard;  // with a callback for members; *heard is guarded by Job::mu_

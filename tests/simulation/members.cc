@@ -32,12 +32,8 @@ void Job::RunWatch(Process* process) {
 }
 
 void Job::NoteDeath(const Process& process, Deadline when) {
-  const WorkerRank rank = process.worker->rank();
-  for (const Member& member : process.worker->members()) {
-    if (member.rank != rank) continue;
-    absl::MutexLock lock(&mu_);
-    died_.emplace(std::pair(rank, member.incarnation), when.at());
-  }
+  absl::MutexLock lock(&mu_);
+  died_.emplace(std::pair(process.worker->rank(), process.incarnation), when.at());
 }
 
 // The events of a member are in turns "joined", and "left" or "lost". It joins again as a later
