@@ -36,7 +36,7 @@ namespace {
 
 // The descriptors of a process that serves, the same each time.
 constexpr int kOrders = 900, kAnswers = 901, kStderr = 902, kShared = 903;
-constexpr char kServes[] = "DISTGRAD_SIMULATION_SERVES=1";
+constexpr char kServes[] = "DISTGRAD_SIMULATION_SERVES";
 
 // To a process that is about to begin anew.
 void Give(int descriptor, int number) { DG_CHECK(dup2(descriptor, number) == number); }
@@ -46,7 +46,7 @@ void Give(int descriptor, int number) { DG_CHECK(dup2(descriptor, number) == num
 // program begins; threads of its own would wait where no simulator sees.
 [[noreturn]] void BeginAnew() {
   personality(ADDR_NO_RANDOMIZE);  // where it cannot, seeds are the same within this process alone
-  std::vector<std::string> variables = {kServes, "OMP_NUM_THREADS=1"};
+  std::vector<std::string> variables = {absl::StrCat(kServes, "=1"), "OMP_NUM_THREADS=1"};
   for (const char* const name : {"DISTGRAD_PLANTED", "LD_LIBRARY_PATH"}) {
     const char* const value = getenv(name);
     if (value != nullptr) variables.push_back(absl::StrCat(name, "=", value));
@@ -63,7 +63,7 @@ void Give(int descriptor, int number) { DG_CHECK(dup2(descriptor, number) == num
 }  // namespace
 
 void Runner::Serve(Function function, void (*warm_up)()) {
-  if (getenv("DISTGRAD_SIMULATION_SERVES") == nullptr) return;
+  if (getenv(kServes) == nullptr) return;
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   auto* const shared = static_cast<Shared*>(
       mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, kShared, 0));

@@ -27,6 +27,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "tests/simulation/runner.h"
+#include "tests/simulation/runner_tests.h"
 
 namespace distgrad::simulation {
 namespace {
@@ -297,10 +298,7 @@ TEST_F(SchedulerTest, ChanceIsTheSeeds) {
 }  // namespace distgrad::simulation
 
 int main(int argc, char** argv) {
-  using distgrad::simulation::Runner;
-  Runner::Serve(distgrad::simulation::Scenario, [] {});
-  ::testing::InitGoogleTest(&argc, argv);
-  Runner runner;
-  distgrad::simulation::runner = &runner;
-  return RUN_ALL_TESTS();
+  namespace simulation = distgrad::simulation;
+  return simulation::RunTests(
+      argc, argv, simulation::Scenario, [] {}, &simulation::runner);
 }

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "tests/simulation/job.h"
 #include "tests/simulation/runner.h"
+#include "tests/simulation/runner_tests.h"
 
 namespace distgrad::simulation {
 namespace {
@@ -112,10 +113,7 @@ TEST_F(SimulationTest, AnotherEnvironmentChangesNothing) {
 }  // namespace distgrad::simulation
 
 int main(int argc, char** argv) {
-  using distgrad::simulation::Runner;
-  Runner::Serve(distgrad::simulation::RunJob, distgrad::simulation::WarmUp);
-  ::testing::InitGoogleTest(&argc, argv);
-  Runner runner;
-  distgrad::simulation::runner = &runner;
-  return RUN_ALL_TESTS();
+  namespace simulation = distgrad::simulation;
+  return simulation::RunTests(argc, argv, simulation::RunJob, simulation::WarmUp,
+                              &simulation::runner);
 }

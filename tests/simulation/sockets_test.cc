@@ -21,6 +21,7 @@
 #include "core/membership/store/tcp_store.h"
 #include "core/net/socket.h"
 #include "tests/simulation/runner.h"
+#include "tests/simulation/runner_tests.h"
 #include "tests/simulation/scheduler.h"
 
 namespace distgrad::simulation {
@@ -201,10 +202,7 @@ TEST_F(SocketsTest, TheSameSeedGivesTheSameCourse) {
 }  // namespace distgrad::simulation
 
 int main(int argc, char** argv) {
-  using distgrad::simulation::Runner;
-  Runner::Serve(distgrad::simulation::Scenario, [] {});
-  ::testing::InitGoogleTest(&argc, argv);
-  Runner runner;
-  distgrad::simulation::runner = &runner;
-  return RUN_ALL_TESTS();
+  namespace simulation = distgrad::simulation;
+  return simulation::RunTests(
+      argc, argv, simulation::Scenario, [] {}, &simulation::runner);
 }
