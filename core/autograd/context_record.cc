@@ -417,9 +417,9 @@ ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerRank from, 
   std::vector<std::shared_ptr<PassHandle>> over;  // ends outside the lock
   absl::MutexLock lock(&mu_);
   Found found = FindPassLocked(pass);
-  if (found.run != nullptr || !found.over.ok()) return found;
-  found.over = CheckReachable(from);
   if (!found.over.ok()) return found;
+  found.over = CheckReachable(from);
+  if (found.run != nullptr || !found.over.ok()) return found;
   found.run = passes_.emplace(pass, make()).first->second;
   over = TakeSettled(settled);
   return found;

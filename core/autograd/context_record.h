@@ -100,14 +100,16 @@ class ContextRecord {
 
   struct Found {
     std::shared_ptr<PassHandle> run;  // null if the pass has failed, or the context is released
-    absl::Status over;                // how it ended
+    absl::Status over;                // how it ended, or why it cannot go well
     bool done = false;                // it has gone well, and `run` is kept for what may come late
   };
   // Begins a pass on this worker, `self`. `make` is given Notice::settled.
   absl::StatusOr<std::shared_ptr<PassHandle>> BeginPass(
       WorkerRank self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make);
   // Finds a pass that another worker began. `make` makes it if it is new here, and `from`, whose
-  // message it is, has not been lost: no worker would say when it is over.
+  // message it is, has not been lost: no worker would say when it is over. If it is not new and
+  // `from` has been lost, Found::over says so: `from` may wait for gradients of messages that were
+  // refused here for that reason.
   using MakeRun = absl::FunctionRef<std::shared_ptr<PassHandle>()>;
   Found FindPass(PassId pass) const;
   Found FindOrAddPass(PassId pass, WorkerRank from, PassId settled, MakeRun make);

@@ -308,8 +308,12 @@ void Engine::HandleOfOnePass(WorkerRank from, Batch batch, RunHere here) {
       });
     }
   }
-  if (found.run == nullptr) {
+  const bool is_refused =
+      found.run == nullptr || (!found.over.ok() && absl::c_any_of(batch.notices, IsCounted));
+  if (is_refused) {
     for (const Notice& notice : batch.notices) Refuse(from, notice, found.over);
+    // Of the others some may wait for what will not come.
+    if (found.run != nullptr) found.run->Fail(found.over);
     return;
   }
   if (closed_) found.run->Fail(ShuttingDown());  // Close() may have missed it

@@ -23,6 +23,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
@@ -38,9 +39,11 @@
 namespace distgrad {
 namespace {
 
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Pair;
 
 constexpr WorkerRank kSelf = 1, kPeer = 2, kOther = 3;
 
@@ -185,6 +188,16 @@ class EngineTest : public ::testing::Test {
     Packet packet;
     ASSERT_TRUE(AppendNotice(notice, &packet).ok());
     engine_.OnNotice(from, std::move(packet), 0);
+  }
+  // Whom this worker has told since then that a pass has failed, and why.
+  std::map<WorkerRank, std::string> TakeAborts() {
+    std::map<WorkerRank, std::string> told;
+    for (const RecordingNetwork::Sent& sent : network_.TakeSent()) {
+      for (const Notice& notice : sent.notices) {
+        if (notice.kind == Notice::Kind::kAbort) told[sent.to] = notice.status.message();
+      }
+    }
+    return told;
   }
   // A call that has not left, and a pass of its context that waits for nothing else: the peer has
   // said that it is done.
@@ -804,6 +817,43 @@ TEST_F(EngineTest, OneContextMayLoseThePeerThatMadeIt) {
   EXPECT_FALSE((*next)->released());
 }
 
+// A call of this worker to its peer has failed, and the peer knows nothing of that: it had nothing of
+// the context yet. Edges of its later calls to this worker never come to be, and it waits for their
+// gradients.
+TEST_F(EngineTest, APassEndsWhoseWorkerHasLostAnotherThatDoesNotKnow) {
+  uint64_t contexts = 0;
+  for (const bool waits : {false, true}) {
+    for (const Notice::Kind kind : {Notice::Kind::kStart, Notice::Kind::kEdge}) {
+      SCOPED_TRACE(absl::StrCat(waits ? "this worker waits for a gradient" : "this worker is done",
+                                kind == Notice::Kind::kStart ? "" : ", and one comes"));
+      const ContextId id = MakeId(kOther, ++contexts);
+      const auto context = contexts_.FindOrAdd(id, /*edge=*/0);
+      ASSERT_TRUE(context.ok()) << context.status();
+      ASSERT_TRUE((*context)->AddPeer(kPeer).ok());
+      if (waits) {
+        const auto edge = engine_.RecordSend(
+            **context, kOther, Engine::MakeSend({at::ones({2}).requires_grad_() * 2}));
+        ASSERT_TRUE(edge.ok()) << edge.status();
+      }
+      engine_.LosePeer(**context, kPeer, absl::UnavailableError("worker 2 was silent"));
+      Deliver(kOther, StartOf(id));
+      AwaitPool();
+      EXPECT_EQ(engine_.CountPasses().running, waits ? 1u : 0u);
+      network_.TakeSent();
+      Notice notice = StartOf(id);
+      notice.kind = kind;
+      if (kind == Notice::Kind::kEdge) notice.edge = MakeId(kPeer, 7);
+      Deliver(kPeer, notice);
+      AwaitPool();
+      const std::map<WorkerRank, std::string> told = TakeAborts();
+      EXPECT_THAT(told, Contains(Pair(kPeer, HasSubstr("has lost a worker: worker 2 was silent"))));
+      // Who is done has told its parent so, and hears nothing more of it from here.
+      EXPECT_EQ(told.count(kOther), waits ? 1u : 0u);
+      EXPECT_EQ(engine_.CountPasses().running, 0u);
+    }
+  }
+}
+
 // The worker that made it takes no part in the pass, whose workers would know only of a release.
 TEST_F(EngineTest, APassOfAContextWhoseMakerIsLostSaysSo) {
   const absl::StatusOr<std::shared_ptr<ContextRecord>> context =
@@ -817,13 +867,7 @@ TEST_F(EngineTest, APassOfAContextWhoseMakerIsLostSaysSo) {
   network_.TakeSent();
   engine_.OnPeerLost(kOther, contexts_.begun(), absl::UnavailableError("worker 2 is gone"));
   AwaitPool();
-  std::string told;
-  for (const auto& sent : network_.TakeSent()) {
-    for (const Notice& notice : sent.notices) {
-      if (sent.to == kPeer && notice.kind == Notice::Kind::kAbort) told = notice.status.message();
-    }
-  }
-  EXPECT_THAT(told, HasSubstr("worker 2 is gone"));
+  EXPECT_THAT(TakeAborts(), Contains(Pair(kPeer, HasSubstr("worker 2 is gone"))));
   Deliver(kPeer, {.kind = Notice::Kind::kAck,
                   .context = (*context)->id(),
                   .pass = MakeId(kSelf, 1),

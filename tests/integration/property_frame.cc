@@ -195,6 +195,7 @@ Tensors Copies(const Tensors& sent) {
 void State::Fail(const absl::Status& error) {
   absl::MutexLock lock(&mu);
   if (status.ok()) status = error;
+  if (late.ok() && absl::IsDeadlineExceeded(error)) late = error;
 }
 
 void State::Saw(const Step& step, size_t input, const at::Tensor& gradient) {

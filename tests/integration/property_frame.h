@@ -43,6 +43,7 @@ struct State {
   // By step, and which of its inputs.
   std::map<std::pair<const Step*, size_t>, Sight> sights ABSL_GUARDED_BY(mu);
   absl::Status status ABSL_GUARDED_BY(mu);  // the first error
+  absl::Status late ABSL_GUARDED_BY(mu);    // the first that tells of a deadline
 
   void Fail(const absl::Status& error);
   void Saw(const Step& step, size_t input, const at::Tensor& gradient);

@@ -333,12 +333,15 @@ void Job::RunProgram(const Action& action, Process* process) {
       if (!taken.ok()) run->second.Fail(taken);
     }
   }
-  absl::Status status;
+  absl::Status status, late;
   {
     absl::MutexLock lock(&run->second.mu);
     status = run->second.status;
+    late = run->second.late;
   }
   CheckEnd(doing, status, end, Terms{.anywhere = true});
+  // After the first error the program goes on, in contexts that have lost something.
+  CheckEnd(doing.Part("what ended by its deadline"), late, end, Terms{.anywhere = true});
   if (newcomer != nullptr) EndGuest(Text(action), kNewcomer, newcomer.get());
   if (!status.ok()) return;
   const std::string difference = Difference(run->first, local, run->second);
