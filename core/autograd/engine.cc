@@ -170,7 +170,8 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
 
 // ----------------------------------------------------------------------------- From the network
 
-void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
+void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
+                      absl::FunctionRef<bool()> is_cut_off) {
   absl::StatusOr<std::vector<Notice>> notices = std::vector<Notice>();
   try {
     if (packet.segments_status.ok()) {
@@ -204,7 +205,7 @@ void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
     }
     runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
   }
-  Batches batches = Sort(from, *std::move(notices));
+  Batches batches = Sort(from, *std::move(notices), is_cut_off);
   if (!runs_nodes) return Handle(from, std::move(batches), RunHere::kNo);
   // A hand-over to the pool would cost more than what there is to do.
   EventLoop* const loop = EventLoop::Current();
@@ -222,7 +223,8 @@ void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset) {
 // Those of one pass go together, so that what they feed is run in parallel. What they tell of a
 // context is known from now on, and not from when a thread handles them: if `from` is lost in
 // between, OnPeerLost() finds the context, and `from` among its peers.
-Engine::Batches Engine::Sort(WorkerRank from, std::vector<Notice> notices) {
+Engine::Batches Engine::Sort(WorkerRank from, std::vector<Notice> notices,
+                             absl::FunctionRef<bool()> is_cut_off) {
   Batches batches;
   for (auto first = notices.begin(); first != notices.end();) {
     auto last = first + 1;
@@ -234,7 +236,7 @@ Engine::Batches Engine::Sort(WorkerRank from, std::vector<Notice> notices) {
     if (std::any_of(first, last, MayBeNew)) {
       batch.context = contexts_->FindOrAdd(first->context, /*edge=*/0);
       // Of one that has been released meanwhile nothing is to be known any more.
-      if (batch.context.ok()) (void)(*batch.context)->AddPeer(from);
+      if (batch.context.ok()) AddPeer(**batch.context, from, is_cut_off).IgnoreError();
     } else if (first->pass != 0) {
       batch.context = contexts_->Find(first->context);
     }
@@ -340,6 +342,17 @@ void Engine::OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why
     // Somebody has begun anew, with the peer as it can be reached now.
     if (context->number() <= begun) LosePeer(*context, peer, why);
   }
+}
+
+absl::Status Engine::AddPeer(ContextRecord& context, WorkerRank peer,
+                             absl::FunctionRef<bool()> is_cut_off) {
+  DG_RETURN_IF_ERROR(context.AddPeer(peer));
+  if (!is_cut_off()) return absl::OkStatus();
+  AwaitMemory([&] {
+    LosePeer(context, peer,
+             absl::UnavailableError("the connection broke while what came on it was read"));
+  });
+  return absl::OkStatus();
 }
 
 void Engine::LosePeer(ContextRecord& context, WorkerRank peer, const absl::Status& why) {

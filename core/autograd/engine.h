@@ -80,11 +80,15 @@ class Engine {
 
   // ---- From the network. Short: nodes run on the pool.
 
-  void OnNotice(WorkerRank from, Packet packet, size_t offset);
+  // `is_cut_off`: whether the connection that the packet came on has ended; see AddPeer().
+  void OnNotice(WorkerRank from, Packet packet, size_t offset,
+                absl::FunctionRef<bool()> is_cut_off);
   // Of the contexts that had `begun` here by then (ContextRegistry::begun()).
   void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why);
-  // The same of one context.
-  void LosePeer(ContextRecord& context, WorkerRank peer, const absl::Status& why);
+  // Adds the worker whose message was read, also one that is still to be handled; on a connection
+  // that has ended meanwhile, loses it again: OnPeerLost() may have gone by before it was a peer.
+  absl::Status AddPeer(ContextRecord& context, WorkerRank peer,
+                       absl::FunctionRef<bool()> is_cut_off);
 
   // Fails all passes; no new ones begin.
   void Close();
@@ -128,7 +132,9 @@ class Engine {
 
   using Batches = absl::InlinedVector<Batch, 1>;
 
-  Batches Sort(WorkerRank from, std::vector<Notice> notices);
+  // The same as OnPeerLost(), of one context.
+  void LosePeer(ContextRecord& context, WorkerRank peer, const absl::Status& why);
+  Batches Sort(WorkerRank from, std::vector<Notice> notices, absl::FunctionRef<bool()> is_cut_off);
   // Whether handling them, but for nodes that are not cheap, takes less time than having another
   // thread do it.
   static bool CheapToRunInline(const Batches& batches);

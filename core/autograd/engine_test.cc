@@ -184,10 +184,10 @@ class EngineTest : public ::testing::Test {
     EXPECT_TRUE(recorded.ok()) << recorded;
     return tensor;
   }
-  void Deliver(WorkerRank from, const Notice& notice) {
+  void Deliver(WorkerRank from, const Notice& notice, bool is_cut_off = false) {
     Packet packet;
     ASSERT_TRUE(AppendNotice(notice, &packet).ok());
-    engine_.OnNotice(from, std::move(packet), 0);
+    engine_.OnNotice(from, std::move(packet), 0, [=] { return is_cut_off; });
   }
   // Whom this worker has told since then that a pass has failed, and why.
   std::map<WorkerRank, std::string> TakeAborts() {
@@ -810,8 +810,10 @@ TEST_F(EngineTest, AContextThatBeganAfterALossHasLostNobody) {
 TEST_F(EngineTest, OneContextMayLoseThePeerThatMadeIt) {
   const auto late = contexts_.FindOrAdd(MakeId(kPeer, 1), /*edge=*/0);
   const auto next = contexts_.FindOrAdd(MakeId(kPeer, 2), /*edge=*/0);
-  for (const auto& context : {*late, *next}) ASSERT_TRUE(context->AddPeer(kPeer).ok());
-  engine_.LosePeer(**late, kPeer, absl::UnavailableError("it is gone"));
+  for (const bool is_cut_off : {true, false}) {
+    const auto& context = is_cut_off ? *late : *next;
+    ASSERT_TRUE(engine_.AddPeer(*context, kPeer, [&] { return is_cut_off; }).ok());
+  }
   EXPECT_TRUE((*late)->released());
   EXPECT_EQ(contexts_.Find(MakeId(kPeer, 1)), nullptr);
   EXPECT_FALSE((*next)->released());
@@ -835,7 +837,7 @@ TEST_F(EngineTest, APassEndsWhoseWorkerHasLostAnotherThatDoesNotKnow) {
             **context, kOther, Engine::MakeSend({at::ones({2}).requires_grad_() * 2}));
         ASSERT_TRUE(edge.ok()) << edge.status();
       }
-      engine_.LosePeer(**context, kPeer, absl::UnavailableError("worker 2 was silent"));
+      engine_.OnPeerLost(kPeer, contexts_.begun(), absl::UnavailableError("worker 2 was silent"));
       Deliver(kOther, StartOf(id));
       AwaitPool();
       EXPECT_EQ(engine_.CountPasses().running, waits ? 1u : 0u);
@@ -886,7 +888,7 @@ TEST_F(EngineTest, APassFailsWhoseGradientsFoundNoMemory) {
                        {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
   ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
   Packet packet{"what tells of gradients", {}, absl::ResourceExhaustedError("there is no memory")};
-  engine_.OnNotice(kPeer, std::move(packet), 0);
+  engine_.OnNotice(kPeer, std::move(packet), 0, [] { return false; });
   AwaitPool();
   ASSERT_TRUE(pass.Done());
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kResourceExhausted)
@@ -915,7 +917,7 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
         engine_.Backward(context, {Receive(context, kPeer, 1).sum()},
                          {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
     ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
-    engine_.OnNotice(kPeer, packet, 0);
+    engine_.OnNotice(kPeer, packet, 0, [] { return false; });
     AwaitPool();
     EXPECT_TRUE(pass.Done());
     if (!pass.Done()) continue;
@@ -941,6 +943,21 @@ TEST_F(EngineTest, AMessageThatIsReadLateBringsNoContextOfALostWorker) {
     }
   }
   EXPECT_TRUE(asked || contexts_.Find(MakeId(kOther, 1)) == nullptr);
+  EXPECT_EQ(engine_.CountPasses().running, 0u) << "a pass that nobody will end";
+}
+
+// It is read while another thread tells of the end of its connection.
+TEST_F(EngineTest, ANoticeThatIsReadAfterALossBringsNoContextOfALostWorker) {
+  Deliver(kPeer, StartOf(MakeId(kPeer, 1)), /*is_cut_off=*/true);
+  EXPECT_EQ(contexts_.size(), 0u) << "nobody is left to release it";
+  const auto known = contexts_.FindOrAdd(MakeId(kOther, 1), /*edge=*/0);
+  ASSERT_TRUE(known.ok()) << known.status();
+  ASSERT_TRUE((*known)->AddPeer(kOther).ok());
+  const auto edge =
+      engine_.RecordSend(**known, kOther, Engine::MakeSend({at::ones({2}).requires_grad_() * 2}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  Deliver(kPeer, StartOf(MakeId(kOther, 1)), /*is_cut_off=*/true);
+  AwaitPool();
   EXPECT_EQ(engine_.CountPasses().running, 0u) << "a pass that nobody will end";
 }
 

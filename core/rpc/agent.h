@@ -19,6 +19,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -54,7 +55,8 @@ class AgentService {
   virtual ~AgentService() = default;
   // Gets each call, also one that is refused (IncomingCall::refusal): its body may be of interest.
   virtual void OnCall(IncomingCall call) = 0;
-  virtual void OnNotice(WorkerRank from, Body notice) = 0;
+  // `is_cut_off`: the same as IncomingCall::is_cut_off(), until this returns.
+  virtual void OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) = 0;
   // Gets a reply to a call that has ended already, by its deadline or a cancel.
   virtual void OnLateReply(WorkerRank from, Body reply) = 0;
   // LinkTable::User::BegunSoFar(): of contexts.

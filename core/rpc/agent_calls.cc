@@ -183,7 +183,8 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
       link->SetCarried();
       CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
       const absl::Status arrived = Annotate(packet.segments_status, "receiving a notice");
-      service_->OnNotice(*peer, Body{std::move(packet), offset});
+      service_->OnNotice(*peer, Body{std::move(packet), offset},
+                         [&link] { return link->dropped(); });
       if (arrived.ok()) break;
       // It is lost, and its sender shall know that something is.
       Packet last;

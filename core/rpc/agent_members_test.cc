@@ -1222,6 +1222,23 @@ TEST_F(AgentMembersTest, ACallKnowsBeforeALossIsToldThatItsConnectionWasGivenUp)
   EXPECT_TRUE(was_cut_off);
 }
 
+TEST_F(AgentMembersTest, ANoticeKnowsThatItsConnectionWasGivenUp) {
+  WorkerInfo next = b().info;
+  next.incarnation = Incarnation{2} << 32;
+  bool was_cut_off = true, is_cut_off = false;
+  a().service.OnNextNotice([&](absl::FunctionRef<bool()> is) {
+    was_cut_off = is();
+    EXPECT_EQ(a().agent->UpdatePeer(next), absl::OkStatus());
+    is_cut_off = is();
+  });
+  Packet notice = Agent::NewNotice();
+  notice.bytes += "x";
+  b().agent->Notify(0, std::move(notice));
+  a().service.AwaitNotices(1);
+  EXPECT_FALSE(was_cut_off);
+  EXPECT_TRUE(is_cut_off);
+}
+
 TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {
   const WorkerInfo old = b().info;
   nodes_[1].reset();

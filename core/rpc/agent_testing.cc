@@ -34,7 +34,13 @@ void TestService::OnCall(IncomingCall call) {
   kept_.push_back(std::move(call));
 }
 
-void TestService::OnNotice(WorkerRank from, Body notice) {
+void TestService::OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) {
+  NoticeHook then;
+  {
+    absl::MutexLock lock(&mu_);
+    then = std::exchange(on_notice_, nullptr);
+  }
+  if (then != nullptr) then(is_cut_off);
   absl::MutexLock lock(&mu_);
   notices_.push_back(absl::StrCat(from, ":", notice.bytes()));
 }
@@ -53,6 +59,11 @@ void TestService::OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status
     then = std::exchange(on_lost_, nullptr);
   }
   if (then != nullptr) then();
+}
+
+void TestService::OnNextNotice(NoticeHook then) {
+  absl::MutexLock lock(&mu_);
+  on_notice_ = std::move(then);
 }
 
 void TestService::OnNextLost(absl::AnyInvocable<void()> then) {

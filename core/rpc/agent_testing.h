@@ -21,6 +21,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/any_invocable.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "core/base/clock.h"
@@ -38,7 +39,7 @@ namespace distgrad {
 class TestService : public AgentService {
  public:
   void OnCall(IncomingCall call) override;
-  void OnNotice(WorkerRank from, Body notice) override;
+  void OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) override;
   void OnLateReply(WorkerRank from, Body reply) override;
   void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
@@ -57,6 +58,9 @@ class TestService : public AgentService {
   std::vector<std::string> AwaitLateReplies(size_t n);
   // Has the next loss of a worker run `then`, on the thread that tells of it.
   void OnNextLost(absl::AnyInvocable<void()> then);
+  // Does the same for the next notice, before that counts as here.
+  using NoticeHook = absl::AnyInvocable<void(absl::FunctionRef<bool()> is_cut_off)>;
+  void OnNextNotice(NoticeHook then);
   // Does the same for the next word that members may have changed.
   void OnNextMemberEvents(absl::AnyInvocable<void()> then);
   // Waits until a worker is lost; returns why.
@@ -80,6 +84,7 @@ class TestService : public AgentService {
   // The losses that are over; in what needs memory, as does what a worker keeps of them.
   std::vector<uint64_t> revived_ ABSL_GUARDED_BY(mu_);
   absl::AnyInvocable<void()> on_lost_ ABSL_GUARDED_BY(mu_), on_events_ ABSL_GUARDED_BY(mu_);
+  NoticeHook on_notice_ ABSL_GUARDED_BY(mu_);
   std::map<WorkerRank, std::map<Incarnation, absl::Status>> unreachable_ ABSL_GUARDED_BY(mu_);
 };
 

@@ -53,7 +53,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
     // Returns a number that grows with what begins (contexts). Asked for when the links that end
     // take in no message any more, and before those who wait hear of it, who may begin anew at
     // once. What is being read then on another thread may begin something later: so whoever reads a
-    // call asks it afterwards (IncomingCall::is_cut_off()).
+    // packet asks its link afterwards (IncomingCall::is_cut_off()).
     virtual uint64_t BegunSoFar() = 0;
     // Says that what was in flight with that peer may be lost, of what had begun until then
     // (BegunSoFar()). The peer may be back.

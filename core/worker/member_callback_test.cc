@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
@@ -24,7 +25,7 @@ namespace {
 class NoService : public AgentService {
  public:
   void OnCall(IncomingCall) override {}
-  void OnNotice(WorkerRank, Body) override {}
+  void OnNotice(WorkerRank, Body, absl::FunctionRef<bool()>) override {}
   void OnLateReply(WorkerRank, Body) override {}
   void OnPeerLost(WorkerRank, uint64_t, const absl::Status&) override {}
 };

@@ -101,7 +101,8 @@ void Server::OnCall(IncomingCall call) {
       return call.Fail(found.status());
     }
     context = *std::move(found);
-    const absl::Status added = context->AddPeer(call.from());
+    const absl::Status added =
+        parts_.engine.AddPeer(*context, call.from(), [&call] { return call.is_cut_off(); });
     if (!added.ok()) return call.Fail(added);
   }
   // Here and now: messages of a pass that follow from this call must find its edge. One that is
@@ -115,15 +116,6 @@ void Server::OnCall(IncomingCall call) {
     throw;  // the connection ends, for nobody would hear that no gradient comes over this edge
   } catch (...) {
     taken = StatusFromException(std::current_exception());
-  }
-  // Who told of the end of the connection may not have found the context yet: nobody else would
-  // release it.
-  if (context != nullptr && call.is_cut_off()) {
-    AwaitMemory([&] {
-      parts_.engine.LosePeer(
-          *context, call.from(),
-          absl::UnavailableError("the connection broke while a call that came on it was read"));
-    });
   }
   if (!message.ok()) return call.Fail(message.status());
   if (!taken.ok()) return call.Fail(taken);

@@ -77,8 +77,8 @@ class WorkerImpl : public Server::Owner,
 
   // AgentService
   void OnCall(IncomingCall call) override { server_.OnCall(std::move(call)); }
-  void OnNotice(WorkerRank from, Body notice) override {
-    engine_.OnNotice(from, std::move(notice.packet), notice.offset);
+  void OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) override {
+    engine_.OnNotice(from, std::move(notice.packet), notice.offset, is_cut_off);
   }
   void OnLateReply(WorkerRank from, Body reply) override {
     caller_.OnLateReply(from, std::move(reply));
