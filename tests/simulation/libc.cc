@@ -479,9 +479,13 @@ void WrapAbslLock(void*) __asm__("__wrap__ZN4absl12lts_202206235Mutex4LockEv");
 void WrapAbslUnlock(void*) __asm__("__wrap__ZN4absl12lts_202206235Mutex6UnlockEv");
 
 void WrapAbslLock(void* mutex) {
-  if (OnThread()) MaybeYield();
+  if (OnThread()) {
+    MaybeYield();
+    // Before it is here: abseil wakes one of those who wait, and the others by that one. So they would
+    // wait for it while its process is stopped, also for a lock that no process has (of the network).
+    CountLock(1);
+  }
   RealAbslLock(mutex);
-  if (OnThread()) CountLock(1);
 }
 void WrapAbslUnlock(void* mutex) {
   RealAbslUnlock(mutex);
