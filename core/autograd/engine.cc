@@ -170,8 +170,8 @@ Future<Unit> Engine::Backward(const std::shared_ptr<ContextRecord>& context,
 
 // ----------------------------------------------------------------------------- From the network
 
-void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
-                      absl::FunctionRef<bool()> is_cut_off) {
+absl::Status Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
+                              absl::FunctionRef<bool()> is_cut_off) {
   absl::StatusOr<std::vector<Notice>> notices = std::vector<Notice>();
   try {
     if (packet.segments_status.ok()) {
@@ -179,45 +179,47 @@ void Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
     } else {
       notices = packet.segments_status;
     }
-  } catch (const std::bad_alloc&) {  // its connection ends, for its sender to hear of it, too
-    throw;
   } catch (...) {
     notices = StatusFromException(std::current_exception());
   }
-  if (!notices.ok()) {
+  absl::Status read = notices.status();
+  // 0 is no pass, and would be the end of none.
+  if (read.ok() && absl::c_any_of(*notices, [](const Notice& notice) {
+        const bool of_context =
+            notice.kind == Notice::Kind::kRelease || notice.kind == Notice::Kind::kKnown;
+        return of_context != (notice.pass == 0);
+      })) {
+    read = absl::InvalidArgumentError("a notice without its pass");
+  }
+  if (!read.ok()) {
     // What was in it is lost, and with it every pass of that worker.
-    const absl::Status lost =
-        Annotate(notices.status(),
-                 absl::StrCat("reading gradients from worker ", services_.network.Describe(from)));
-    DG_LOG(ERROR) << lost;
-    return OnPeerLost(from, contexts_->begun(), lost);
+    read = Annotate(read, absl::StrCat("reading gradients from worker ",
+                                       services_.network.Describe(from)));
+    DG_LOG(ERROR) << read;
+    OnPeerLost(from, contexts_->begun(), read);
+    return read;
   }
-  bool runs_nodes = false;
-  for (const Notice& notice : *notices) {
-    // 0 is no pass, and would be the end of none.
-    const bool of_context =
-        notice.kind == Notice::Kind::kRelease || notice.kind == Notice::Kind::kKnown;
-    if (of_context != (notice.pass == 0)) {
-      return OnPeerLost(
-          from, contexts_->begun(),
-          absl::InvalidArgumentError(absl::StrCat("a notice without its pass from worker ",
-                                                  services_.network.Describe(from))));
-    }
-    runs_nodes |= notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
-  }
+  const bool runs_nodes = absl::c_any_of(*notices, [](const Notice& notice) {
+    return notice.kind == Notice::Kind::kEdge || notice.kind == Notice::Kind::kStart;
+  });
   Batches batches = Sort(from, *std::move(notices), is_cut_off);
-  if (!runs_nodes) return Handle(from, std::move(batches), RunHere::kNo);
+  if (!runs_nodes) {
+    Handle(from, std::move(batches), RunHere::kNo);
+    return absl::OkStatus();
+  }
   // A hand-over to the pool would cost more than what there is to do.
   EventLoop* const loop = EventLoop::Current();
   if (loop != nullptr && CheapToRunInline(batches)) {
-    return loop->Run([this, from, batches = std::move(batches)]() mutable {
+    loop->Run([this, from, batches = std::move(batches)]() mutable {
       // This may be another thread: the one that leads the loop by then.
       Handle(from, std::move(batches), MayRunNodesHere() ? RunHere::kCheap : RunHere::kNo);
     });
+    return absl::OkStatus();
   }
   services_.pool.ScheduleInline([this, from, batches = std::move(batches)]() mutable {
     Handle(from, std::move(batches), RunHere::kYes);
   });
+  return absl::OkStatus();
 }
 
 // Those of one pass go together, so that what they feed is run in parallel. What they tell of a

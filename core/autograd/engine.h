@@ -80,9 +80,11 @@ class Engine {
 
   // ---- From the network. Short: nodes run on the pool.
 
-  // `is_cut_off`: whether the connection that the packet came on has ended; see AddPeer().
-  void OnNotice(WorkerRank from, Packet packet, size_t offset,
-                absl::FunctionRef<bool()> is_cut_off);
+  // `is_cut_off`: whether the connection that the packet came on has ended; see AddPeer(). Where the
+  // packet cannot be read (hostile input, no memory) its contexts have lost `from`, and the error
+  // says why: the connection has to end, or `from` would not hear of it.
+  absl::Status OnNotice(WorkerRank from, Packet packet, size_t offset,
+                        absl::FunctionRef<bool()> is_cut_off);
   // Of the contexts that had `begun` here by then (ContextRegistry::begun()).
   void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why);
   // Adds the worker whose message was read, also one that is still to be handled; on a connection

@@ -187,7 +187,9 @@ class EngineTest : public ::testing::Test {
   void Deliver(WorkerRank from, const Notice& notice, bool is_cut_off = false) {
     Packet packet;
     ASSERT_TRUE(AppendNotice(notice, &packet).ok());
-    engine_.OnNotice(from, std::move(packet), 0, [=] { return is_cut_off; });
+    const absl::Status taken =
+        engine_.OnNotice(from, std::move(packet), 0, [=] { return is_cut_off; });
+    EXPECT_TRUE(taken.ok()) << taken;
   }
   // Whom this worker has told since then that a pass has failed, and why.
   std::map<WorkerRank, std::string> TakeAborts() {
@@ -888,7 +890,7 @@ TEST_F(EngineTest, APassFailsWhoseGradientsFoundNoMemory) {
                        {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
   ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
   Packet packet{"what tells of gradients", {}, absl::ResourceExhaustedError("there is no memory")};
-  engine_.OnNotice(kPeer, std::move(packet), 0, [] { return false; });
+  EXPECT_FALSE(engine_.OnNotice(kPeer, std::move(packet), 0, [] { return false; }).ok());
   AwaitPool();
   ASSERT_TRUE(pass.Done());
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kResourceExhausted)
@@ -908,8 +910,8 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
   const std::tuple<Packet, std::string> all[] = {
       {unknown, "reading gradients from worker 2: a notice of unknown kind 99"},
       {cut, "reading gradients from worker 2: "},
-      {of_no_pass, "a notice without its pass from worker 2"},
-      {of_a_pass, "a notice without its pass from worker 2"}};
+      {of_no_pass, "reading gradients from worker 2: a notice without its pass"},
+      {of_a_pass, "reading gradients from worker 2: a notice without its pass"}};
   for (const auto& [packet, why] : all) {
     SCOPED_TRACE(why);
     const auto context = contexts_.New();
@@ -917,7 +919,7 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
         engine_.Backward(context, {Receive(context, kPeer, 1).sum()},
                          {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
     ASSERT_FALSE(pass.Done()) << "the peer has not said that it is done";
-    engine_.OnNotice(kPeer, packet, 0, [] { return false; });
+    EXPECT_FALSE(engine_.OnNotice(kPeer, packet, 0, [] { return false; }).ok());
     AwaitPool();
     EXPECT_TRUE(pass.Done());
     if (!pass.Done()) continue;

@@ -55,8 +55,10 @@ class AgentService {
   virtual ~AgentService() = default;
   // Gets each call, also one that is refused (IncomingCall::refusal): its body may be of interest.
   virtual void OnCall(IncomingCall call) = 0;
-  // `is_cut_off`: the same as IncomingCall::is_cut_off(), until this returns.
-  virtual void OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) = 0;
+  // `is_cut_off`: the same as IncomingCall::is_cut_off(), until this returns. An error says that
+  // what the notice tells is lost: its connection ends, for its sender to hear of that.
+  virtual absl::Status OnNotice(WorkerRank from, Body notice,
+                                absl::FunctionRef<bool()> is_cut_off) = 0;
   // Gets a reply to a call that has ended already, by its deadline or a cancel.
   virtual void OnLateReply(WorkerRank from, Body reply) = 0;
   // LinkTable::User::BegunSoFar(): of contexts.

@@ -182,14 +182,12 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
     case FrameKind::kNotice: {
       link->SetCarried();
       CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
-      const absl::Status arrived = Annotate(packet.segments_status, "receiving a notice");
-      service_->OnNotice(*peer, Body{std::move(packet), offset},
-                         [&link] { return link->dropped(); });
-      if (arrived.ok()) break;
-      // It is lost, and its sender shall know that something is.
+      const absl::Status taken = service_->OnNotice(*peer, Body{std::move(packet), offset},
+                                                    [&link] { return link->dropped(); });
+      if (taken.ok()) break;
       Packet last;
-      AppendFrame({.kind = FrameKind::kRefused, .status = arrived}, &last.bytes);
-      link->SendLast(std::move(last), arrived);
+      AppendFrame({.kind = FrameKind::kRefused, .status = taken}, &last.bytes);
+      link->SendLast(std::move(last), taken);
       break;
     }
     case FrameKind::kPing: {

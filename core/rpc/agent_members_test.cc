@@ -1228,8 +1228,9 @@ TEST_F(AgentMembersTest, ANoticeKnowsThatItsConnectionWasGivenUp) {
   bool was_cut_off = true, is_cut_off = false;
   a().service.OnNextNotice([&](absl::FunctionRef<bool()> is) {
     was_cut_off = is();
-    EXPECT_EQ(a().agent->UpdatePeer(next), absl::OkStatus());
+    const absl::Status updated = a().agent->UpdatePeer(next);
     is_cut_off = is();
+    return updated;
   });
   Packet notice = Agent::NewNotice();
   notice.bytes += "x";
@@ -1237,6 +1238,15 @@ TEST_F(AgentMembersTest, ANoticeKnowsThatItsConnectionWasGivenUp) {
   a().service.AwaitNotices(1);
   EXPECT_FALSE(was_cut_off);
   EXPECT_TRUE(is_cut_off);
+}
+
+// Who waits for what it tells would wait for ever.
+TEST_F(AgentMembersTest, ANoticeThatCannotBeReadEndsItsConnectionOnBothSides) {
+  a().service.OnNextNotice(
+      [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
+  b().agent->Notify(0, Agent::NewNotice());
+  EXPECT_TRUE(Contains(a().service.AwaitLost(1), "no memory for it"));
+  EXPECT_TRUE(Contains(b().service.AwaitLost(0), "no memory for it"));
 }
 
 TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {

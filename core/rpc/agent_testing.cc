@@ -34,15 +34,18 @@ void TestService::OnCall(IncomingCall call) {
   kept_.push_back(std::move(call));
 }
 
-void TestService::OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) {
+absl::Status TestService::OnNotice(WorkerRank from, Body notice,
+                                   absl::FunctionRef<bool()> is_cut_off) {
   NoticeHook then;
   {
     absl::MutexLock lock(&mu_);
     then = std::exchange(on_notice_, nullptr);
   }
-  if (then != nullptr) then(is_cut_off);
+  const absl::Status taken =
+      then != nullptr ? then(is_cut_off) : notice.packet.segments_status;
   absl::MutexLock lock(&mu_);
   notices_.push_back(absl::StrCat(from, ":", notice.bytes()));
+  return taken;
 }
 
 void TestService::OnLateReply(WorkerRank, Body reply) {

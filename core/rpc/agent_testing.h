@@ -39,7 +39,8 @@ namespace distgrad {
 class TestService : public AgentService {
  public:
   void OnCall(IncomingCall call) override;
-  void OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) override;
+  absl::Status OnNotice(WorkerRank from, Body notice,
+                        absl::FunctionRef<bool()> is_cut_off) override;
   void OnLateReply(WorkerRank from, Body reply) override;
   void OnPeerLost(WorkerRank peer, uint64_t begun, const absl::Status& why) override;
   void OnUnreachable(WorkerRank peer, Incarnation incarnation, const absl::Status& why) override;
@@ -58,8 +59,8 @@ class TestService : public AgentService {
   std::vector<std::string> AwaitLateReplies(size_t n);
   // Has the next loss of a worker run `then`, on the thread that tells of it.
   void OnNextLost(absl::AnyInvocable<void()> then);
-  // Does the same for the next notice, before that counts as here.
-  using NoticeHook = absl::AnyInvocable<void(absl::FunctionRef<bool()> is_cut_off)>;
+  // Does the same for the next notice, before that counts as here; it is taken with that result.
+  using NoticeHook = absl::AnyInvocable<absl::Status(absl::FunctionRef<bool()> is_cut_off)>;
   void OnNextNotice(NoticeHook then);
   // Does the same for the next word that members may have changed.
   void OnNextMemberEvents(absl::AnyInvocable<void()> then);

@@ -25,7 +25,9 @@ namespace {
 class NoService : public AgentService {
  public:
   void OnCall(IncomingCall) override {}
-  void OnNotice(WorkerRank, Body, absl::FunctionRef<bool()>) override {}
+  absl::Status OnNotice(WorkerRank, Body, absl::FunctionRef<bool()>) override {
+    return absl::OkStatus();
+  }
   void OnLateReply(WorkerRank, Body) override {}
   void OnPeerLost(WorkerRank, uint64_t, const absl::Status&) override {}
 };

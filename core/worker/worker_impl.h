@@ -77,8 +77,9 @@ class WorkerImpl : public Server::Owner,
 
   // AgentService
   void OnCall(IncomingCall call) override { server_.OnCall(std::move(call)); }
-  void OnNotice(WorkerRank from, Body notice, absl::FunctionRef<bool()> is_cut_off) override {
-    engine_.OnNotice(from, std::move(notice.packet), notice.offset, is_cut_off);
+  absl::Status OnNotice(WorkerRank from, Body notice,
+                        absl::FunctionRef<bool()> is_cut_off) override {
+    return engine_.OnNotice(from, std::move(notice.packet), notice.offset, is_cut_off);
   }
   void OnLateReply(WorkerRank from, Body reply) override {
     caller_.OnLateReply(from, std::move(reply));
