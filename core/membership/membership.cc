@@ -23,6 +23,13 @@
 namespace distgrad {
 namespace {
 
+// Of which incarnation an entry of a loss is; 0: of none.
+Incarnation SaidOf(const Store::Value& entry) {
+  const absl::string_view words = entry.has_value() ? absl::string_view(*entry) : "";
+  Incarnation incarnation = 0;
+  return absl::SimpleAtoi(words.substr(0, words.find(' ')), &incarnation) ? incarnation : 0;
+}
+
 constexpr int kMaxRanks = 1 << 16;   // ranks have 16 bits
 constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
 
@@ -661,6 +668,8 @@ void Membership::Announce(const LostMember& lost) {
       absl::StrCat(lost.worker.incarnation, " ", lost.reason.substr(0, kMaxReason));
   Say(LostKey(rank), words, [&](const Store::Value& entry) {
     if (LossOf(lost.worker, entry).is_lost) return false;  // mostly another has said it
+    // Whoever has said it of a later one, which has died too, would not say it again.
+    if (SaidOf(entry) > lost.worker.incarnation) return false;
     // Of one whose worker has come back the others refuse each connection: so it finds all of them
     // lost.
     if (is_over_) return false;

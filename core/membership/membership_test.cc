@@ -1216,6 +1216,20 @@ TEST_F(RunningJobTest, ALossThatIsTakenBackBeforeItIsSaidIsNotSaid) {
   EXPECT_EQ(store_->GetEach(keys, absl::InfinitePast()).value()[0], std::nullopt);
 }
 
+// Who has said that of the next incarnation does not watch it any more, nor does anybody else, who
+// would say it again.
+TEST_F(RunningJobTest, ALateWordOnAnEarlierIncarnationHidesNoLossOfALaterOne) {
+  Start(2);
+  WorkerInfo worker1 = *members_[0]->Find("worker1", Later());
+  const std::string later = absl::StrCat(worker1.incarnation + 1, " it died, too");
+  ASSERT_TRUE(store_->Set("lost/1", later, Later()).ok());
+  ASSERT_TRUE(members_[0]->MarkLost(worker1, "it was silent"));
+  // What is said comes in its order.
+  members_[0]->MarkLost(*members_[0]->Find("worker0", Later()));
+  ASSERT_TRUE(store_->Get("lost/0", Later()).ok());
+  EXPECT_EQ(store_->Get("lost/1", Later()).value(), later);
+}
+
 // While it takes its word back the store may still have it.
 TEST_F(RunningJobTest, AWordThatIsBeingTakenBackIsNotALoss) {
   Start(2);
