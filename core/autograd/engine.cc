@@ -193,8 +193,8 @@ absl::Status Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
   }
   if (!read.ok()) {
     // What was in it is lost, and with it every pass of that worker.
-    read = Annotate(read, absl::StrCat("reading gradients from worker ",
-                                       services_.network.Describe(from)));
+    read = Annotate(
+        read, absl::StrCat("reading gradients from worker ", services_.network.Describe(from)));
     DG_LOG(ERROR) << read;
     OnPeerLost(from, contexts_->begun(), read);
     return read;

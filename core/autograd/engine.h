@@ -80,9 +80,9 @@ class Engine {
 
   // ---- From the network. Short: nodes run on the pool.
 
-  // `is_cut_off`: whether the connection that the packet came on has ended; see AddPeer(). Where the
-  // packet cannot be read (hostile input, no memory) its contexts have lost `from`, and the error
-  // says why: the connection has to end, or `from` would not hear of it.
+  // `is_cut_off`: whether the connection that the packet came on has ended; see AddPeer(). Where
+  // the packet cannot be read (hostile input, no memory) all contexts have lost `from`, and the
+  // error says why: the connection has to end, or `from` would not hear of it.
   absl::Status OnNotice(WorkerRank from, Packet packet, size_t offset,
                         absl::FunctionRef<bool()> is_cut_off);
   // Of the contexts that had `begun` here by then (ContextRegistry::begun()).

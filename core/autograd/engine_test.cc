@@ -821,9 +821,9 @@ TEST_F(EngineTest, OneContextMayLoseThePeerThatMadeIt) {
   EXPECT_FALSE((*next)->released());
 }
 
-// A call of this worker to its peer has failed, and the peer knows nothing of that: it had nothing of
-// the context yet. Edges of its later calls to this worker never come to be, and it waits for their
-// gradients.
+// A call of this worker to its peer has failed, and the peer knows nothing of that: it had nothing
+// of the context yet. Edges of its later calls to this worker never come to be, and it waits for
+// their gradients.
 TEST_F(EngineTest, APassEndsWhoseWorkerHasLostAnotherThatDoesNotKnow) {
   uint64_t contexts = 0;
   for (const bool waits : {false, true}) {

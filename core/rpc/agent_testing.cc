@@ -41,8 +41,7 @@ absl::Status TestService::OnNotice(WorkerRank from, Body notice,
     absl::MutexLock lock(&mu_);
     then = std::exchange(on_notice_, nullptr);
   }
-  const absl::Status taken =
-      then != nullptr ? then(is_cut_off) : notice.packet.segments_status;
+  const absl::Status taken = then != nullptr ? then(is_cut_off) : notice.packet.segments_status;
   absl::MutexLock lock(&mu_);
   notices_.push_back(absl::StrCat(from, ":", notice.bytes()));
   return taken;

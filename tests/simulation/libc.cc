@@ -481,8 +481,9 @@ void WrapAbslUnlock(void*) __asm__("__wrap__ZN4absl12lts_202206235Mutex6UnlockEv
 void WrapAbslLock(void* mutex) {
   if (OnThread()) {
     MaybeYield();
-    // Before it is here: abseil wakes one of those who wait, and the others by that one. So they would
-    // wait for it while its process is stopped, also for a lock that no process has (of the network).
+    // Before it is here: abseil wakes one of those who wait, and the others by that one. So they
+    // would wait for it while its process is stopped, also for a lock that no process has (of the
+    // network).
     CountLock(1);
   }
   RealAbslLock(mutex);
