@@ -2221,6 +2221,35 @@ TEST(StoreServerTest, WaitsAreBounded) {
   EXPECT_TRUE(client->Set("key", std::string(90000, 'x'), Later()).ok());
 }
 
+// It asks again on the connection that it has, and keeps no other request of its process from it.
+TEST(StoreServerTest, WhoHasNoRoomToWaitKeepsItsConnection) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.max_bytes = 100000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::atomic<int> connections{0};
+  TcpStoreOptions options{.port = port, .deadline = Later()};
+  options.resolver = [&](const std::string& host) {
+    ++connections;
+    return host;
+  };
+  options.answer_timeout = absl::Milliseconds(500);
+  const auto client = NewTcpStore(options);
+  ASSERT_TRUE(client.ok()) << client.status();
+  const Keys keys(kMaxAwaitKeys, std::string(400, 'k'));
+  const std::vector<Store::Value> nothing(keys.size());
+  std::thread other([&] {
+    for (int i = 0; i < 100; ++i) {
+      EXPECT_TRUE((*client)->Set("key", std::to_string(i), Later()).ok());
+    }
+  });
+  const absl::Status waited =
+      (*client)->AwaitChange(keys, nothing, Deadline::After(absl::Milliseconds(100))).status();
+  EXPECT_EQ(waited.code(), absl::StatusCode::kResourceExhausted) << waited;
+  other.join();
+  EXPECT_EQ(connections, 1);
+}
+
 TEST(StoreServerTest, NobodyMayThinkForEver) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
   const uint16_t port = listener.LocalPort().value();

@@ -266,11 +266,8 @@ absl::Status TcpStoreClient::ExchangeAlone(const Request& request, Deadline dead
             : std::min(deadline, Deadline::After(options_.answer_timeout + request.wait));
     absl::Status status = socket_.Send(request.bytes, answer_by);
     if (status.ok()) status = read_answer(socket_, answer_by);
-    // That there is no room is an answer, too; for a wait there may be some later.
-    if (status.ok() ||
-        (absl::IsResourceExhausted(status) && request.wait == absl::ZeroDuration())) {
-      return status;
-    }
+    // That there is no room is an answer, too.
+    if (status.ok() || absl::IsResourceExhausted(status)) return status;
     // Half an answer may be on its way: nobody can use this connection any more.
     socket_ = Socket();
     last = status;
@@ -373,15 +370,19 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AwaitChange(Keys keys,
     return absl::InvalidArgumentError(absl::StrCat("cannot wait for ", keys.size(),
                                                    " keys at once; the limit is ", kMaxAwaitKeys));
   }
+  Backoff backoff(AtLeastAMoment(deadline));
   for (bool has_waited = false;; has_waited = true) {
     const absl::Duration wait = std::min(deadline.Left(), options_.answer_timeout);
-    DG_ASSIGN_OR_RETURN(std::vector<Value> values,
-                        AskOurs(keys, seen, wait, has_waited, AtLeastAMoment(deadline)));
-    if (values.size() < keys.size()) {
-      DG_ASSIGN_OR_RETURN(std::vector<Value> more, GetEach(keys.subspan(values.size()), deadline));
-      std::move(more.begin(), more.end(), std::back_inserter(values));
+    absl::StatusOr<std::vector<Value>> values =
+        AskOurs(keys, seen, wait, has_waited, AtLeastAMoment(deadline));
+    // There may be room for the wait later. Until then others take their turns.
+    if (absl::IsResourceExhausted(values.status()) && backoff.Sleep()) continue;
+    DG_RETURN_IF_ERROR(values.status());
+    if (values->size() < keys.size()) {
+      DG_ASSIGN_OR_RETURN(std::vector<Value> more, GetEach(keys.subspan(values->size()), deadline));
+      std::move(more.begin(), more.end(), std::back_inserter(*values));
     }
-    const bool same = std::equal(values.begin(), values.end(), seen.begin(), seen.end());
+    const bool same = std::equal(values->begin(), values->end(), seen.begin(), seen.end());
     if (!same || deadline.Passed()) return values;
   }
 }
@@ -414,8 +415,14 @@ absl::StatusOr<std::vector<Store::Value>> TcpStoreClient::AskOurs(Keys keys,
       AppendPing(&ping);
       DG_RETURN_IF_ERROR(socket.Send(ping, until));
     }
-    DG_ASSIGN_OR_RETURN(values, ReadAwaitAnswer(socket, keys.size(), until));
-    return for_others ? ReadPong(socket, until) : absl::OkStatus();
+    absl::StatusOr<std::vector<Value>> answer = ReadAwaitAnswer(socket, keys.size(), until);
+    // All of it, so that the next request finds a connection on which nothing is on its way.
+    if (for_others && (answer.ok() || absl::IsResourceExhausted(answer.status()))) {
+      DG_RETURN_IF_ERROR(ReadPong(socket, until));
+    }
+    DG_RETURN_IF_ERROR(answer.status());
+    values = *std::move(answer);
+    return absl::OkStatus();
   };
   DG_RETURN_IF_ERROR(Exchange(request, deadline, read_answer));
   return values;
