@@ -12,6 +12,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -351,7 +353,30 @@ absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tenso
     return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", errors.Text()));
   }
   for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
+  for (const std::string& name : NamesThatShareMemory(tensors)) {
+    DG_ASSIGN_OR_RETURN(const uint32_t sum, file.Checksum(name));
+    if (RowMajorChecksum(tensors.at(name)) != sum) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": ", QuoteName(name),
+                       " shares memory with another tensor, for which the file has other values; "
+                       "both are read"));
+    }
+  }
   return absl::OkStatus();
+}
+
+std::vector<std::string> NamesThatShareMemory(const TensorMap& tensors) {
+  std::map<const c10::StorageImpl*, std::vector<std::string>> by_storage;
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor.defined() && tensor.has_storage()) {
+      by_storage[tensor.storage().unsafeGetStorageImpl()].push_back(name);
+    }
+  }
+  std::vector<std::string> sharing;
+  for (auto& [storage, names] : by_storage) {
+    if (names.size() > 1) std::move(names.begin(), names.end(), std::back_inserter(sharing));
+  }
+  return sharing;
 }
 
 }  // namespace distgrad

@@ -15,6 +15,7 @@
 #include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -114,8 +115,12 @@ absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path);
 
 // Writes what is in a file to these tensors, as SafetensorsFile::ReadInto. kInvalidArgument, and
 // nothing is written, lists what is missing in the file, what is unexpected in it, and what has
-// another dtype or shape.
+// another dtype or shape. Tensors that share memory have to have the same values in the file, or it
+// is kInvalidArgument once they have been written.
 absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors);
+
+// The names of tensors whose storage is that of another name, too.
+std::vector<std::string> NamesThatShareMemory(const TensorMap& tensors);
 
 }  // namespace distgrad
 

@@ -230,6 +230,14 @@ TEST_F(SafetensorsTest, TensorsThatShareMemoryAreEachWrittenInFull) {
   EXPECT_TRUE(tied.equal(want));
 }
 
+TEST_F(SafetensorsTest, TensorsThatShareMemoryHaveToHaveTheSameValues) {
+  const at::Tensor tied = at::randn({4, 4});
+  Save({{"embedding", tied}, {"head", tied + 1}});
+  const absl::Status status = LoadSafetensorsInto(path_, {{"embedding", tied}, {"head", tied.t()}});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "'embedding'")) << status;
+}
+
 TEST_F(SafetensorsTest, ParametersAndInferenceTensors) {
   const at::Tensor parameter = at::randn({3}).requires_grad_();
   at::Tensor inference;

@@ -286,7 +286,9 @@ absl::Status CheckFolder(const std::string& folder) {
 std::string Absolute(const std::string& folder) {
   std::error_code error;
   const std::filesystem::path path = std::filesystem::absolute(folder, error);
-  std::string text = error ? folder : path.lexically_normal().string();
+  // What is above a link need not be what is before it in the path.
+  const bool goes_up = std::find(path.begin(), path.end(), "..") != path.end();
+  std::string text = error ? folder : (goes_up ? path : path.lexically_normal()).string();
   while (text.size() > 1 && text.back() == '/') text.pop_back();
   return text;
 }
@@ -376,8 +378,11 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
   if (!read.ok()) return OfLeader(leader, read.status());
   const std::string& text = *read;
   DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, parts.Plans(options.deadline));
-  LoadedCheckpoint loaded{from.manifest->step, from.path, {}, {}, {}};
-  loaded.unexpected = Unexpected(*from.manifest, plans);
+  // Another may have taken its place since it was listed.
+  const absl::StatusOr<Manifest> manifest = ParseManifest(text);
+  if (!manifest.ok()) return gone(manifest.status());
+  LoadedCheckpoint loaded{manifest->step, from.path, {}, {}, {}};
+  loaded.unexpected = Unexpected(*manifest, plans);
   const uint64_t token = RandomNumber();
   DG_ASSIGN_OR_RETURN(const std::string check, Encode(CheckRequest{.token = token,
                                                                    .folder = from.path,

@@ -393,6 +393,41 @@ TEST_F(CheckpointManagerTest, WhatDoesNotFitIsListed) {
   EXPECT_EQ(loose->mismatched.size(), 1u);
 }
 
+// One of them would have the values of the other.
+TEST_F(CheckpointManagerTest, TensorsThatShareMemoryHaveToHaveTheSameValues) {
+  Cluster cluster({.workers = 1});
+  const at::Tensor embed = at::arange(12, at::kFloat).view({4, 3});
+  {
+    const auto part =
+        Part(cluster[0], {.tensors = {{"embed", embed}, {"head", embed + 1}, {"row", embed[2]}}});
+    const auto manager = Manager(cluster[0]);
+    ASSERT_TRUE(manager->Save(1).ok());
+  }
+  const at::Tensor tied = at::zeros({4, 3});
+  {
+    const auto part =
+        Part(cluster[0], {.tensors = {{"embed", tied}, {"head", tied}, {"row", at::ones({3})}}});
+    const absl::Status status = LoadCheckpoint(&cluster[0], folder_).status();
+    EXPECT_EQ(status.code(), Code::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "'embed'")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "'head'")) << status;
+    EXPECT_TRUE(at::equal(tied, at::zeros({4, 3}))) << "nothing is loaded";
+    const absl::StatusOr<LoadedCheckpoint> some =
+        LoadCheckpoint(&cluster[0], folder_, {.strict = false});
+    ASSERT_TRUE(some.ok()) << some.status();
+    EXPECT_EQ(some->mismatched.size(), 1u);
+    EXPECT_TRUE(at::equal(tied, embed)) << "the first by its name";
+  }
+  // Of those that overlap it is found when they have been read.
+  const at::Tensor other = at::zeros({4, 3});
+  const auto part = Part(
+      cluster[0], {.tensors = {{"embed", other}, {"head", at::zeros({4, 3})}, {"row", other[1]}}});
+  const absl::Status status = LoadCheckpoint(&cluster[0], folder_).status();
+  EXPECT_EQ(status.code(), Code::kInvalidArgument) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "'embed'")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "may have been loaded")) << status;
+}
+
 TEST_F(CheckpointManagerTest, ADamagedByteIsFoundAndNothingIsLoaded) {
   const unsigned seed = std::random_device()();
   SCOPED_TRACE(absl::StrCat("seed ", seed));

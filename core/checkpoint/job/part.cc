@@ -12,10 +12,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <set>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -387,6 +391,16 @@ class CheckpointPart::Impl {
           return staged.shards->DamagedTensor(*file, name);
         }
       }
+      for (const std::string& name : NamesThatShareMemory(contents_.tensors)) {
+        const ManifestFile* const file = staged.shards->FileOf(name);
+        if (file == nullptr || !absl::c_linear_search(staged.tensors, std::pair(name, file)) ||
+            RowMajorChecksum(contents_.tensors.at(name)) == file->checksums.tensors.at(name)) {
+          continue;
+        }
+        return absl::InvalidArgumentError(
+            absl::StrCat(QuoteName(name), " shares memory with another tensor, for which the ",
+                         "checkpoint has other values"));
+      }
       for (const auto& [name, parts] : staged.optimizers) {
         DG_RETURN_IF_ERROR(UseOptimizer(name, contents_.optimizers.at(name),
                                         [parts = &parts](torch::optim::Optimizer& optimizer) {
@@ -541,6 +555,9 @@ class CheckpointPart::Impl {
   absl::Status Stage(const Request& request, const CheckRequest& check, Staged* staged,
                      CheckReply* reply) {
     Shards& shards = *staged->shards;
+    // By what a tensor is in memory: the first name, and the sum of its values.
+    using Place = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>>;
+    std::map<Place, std::pair<std::string, uint32_t>> places;
     for (const auto& [name, tensor] : contents_.tensors) {
       const ManifestFile* const file = shards.FileOf(name);
       if (file == nullptr) {
@@ -552,6 +569,15 @@ class CheckpointPart::Impl {
       if (const std::string mismatch = open->Mismatch(name, tensor); !mismatch.empty()) {
         reply->mismatched.push_back(
             absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "' ", mismatch));
+        continue;
+      }
+      const uint32_t sum = file->checksums.tensors.at(name);
+      const auto [same, is_new] = places.try_emplace(
+          Place{tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}, name, sum);
+      if (!is_new && same->second.second != sum) {
+        reply->mismatched.push_back(absl::StrCat(
+            QuoteName(name), " of worker '", worker_->name(), "' is the same memory as ",
+            QuoteName(same->second.first), ", and has other values in the checkpoint"));
         continue;
       }
       staged->tensors.emplace_back(name, file);

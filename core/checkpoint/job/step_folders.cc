@@ -124,13 +124,35 @@ std::string ThisProcess() {
 }  // namespace
 
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
-  DG_ASSIGN_OR_RETURN(const auto ours, Ours(folder));
+  constexpr int kTries = 100;
   std::vector<StepFolder> steps;
-  for (const auto& [path, name] : ours) {
-    absl::StatusOr<Manifest> manifest = ReadManifest(path);
-    // Not whole yet, or removed by its job meanwhile.
-    if (absl::IsNotFound(manifest.status())) continue;
-    steps.push_back({path, name.step, std::move(manifest)});
+  bool is_whole = false, was_empty = false;
+  for (int i = 0; !is_whole; ++i) {
+    if (i == kTries) {
+      return absl::AbortedError(absl::StrCat("the checkpoints of ", folder,
+                                             " change while they are listed, ", kTries, " times"));
+    }
+    DG_ASSIGN_OR_RETURN(const auto ours, Ours(folder));
+    steps.clear();
+    is_whole = true;
+    for (const auto& [path, name] : ours) {
+      absl::StatusOr<Manifest> manifest = ReadManifest(path);
+      if (absl::IsNotFound(manifest.status())) {
+        // It is not whole yet; or its job has given it its name, or removed it, and what has taken
+        // its place may have come after the names were read.
+        struct stat is = {};
+        if (lstat(path.c_str(), &is) != 0) is_whole = false;
+        continue;
+      }
+      if (manifest.ok() && manifest->step != name.step) {
+        manifest = absl::InvalidArgumentError(
+            absl::StrCat(path, " has the checkpoint of step ", manifest->step,
+                         ": it has been copied or renamed; give it the name of its step"));
+      }
+      steps.push_back({path, name.step, std::move(manifest)});
+    }
+    // A name that changes while names are read need not be among them.
+    if (steps.empty() && !std::exchange(was_empty, true)) is_whole = false;
   }
   std::sort(steps.begin(), steps.end(), [](const StepFolder& a, const StepFolder& b) {
     if (a.manifest.ok() != b.manifest.ok()) return a.manifest.ok();
@@ -262,8 +284,9 @@ absl::Status StepFolders::Commit(const std::string& attempt, Manifest manifest) 
     Abandon(attempt);
     return written;
   }
+  // From here on the folder has this one, whatever comes.
+  absl::Cleanup forget = [this] { listed_.reset(); };
   if (absl::Status named = GiveName(attempt, manifest.step, manifest.sequence); !named.ok()) {
-    listed_.reset();
     return Annotate(named,
                     absl::StrCat("the checkpoint is whole, but may still be called ", attempt));
   }
@@ -272,6 +295,7 @@ absl::Status StepFolders::Commit(const std::string& attempt, Manifest manifest) 
   listed_->erase(std::remove_if(listed_->begin(), listed_->end(), replaced), listed_->end());
   listed_->insert(listed_->begin(), StepFolder{path, manifest.step, std::move(manifest)});
   is_committed_ = true;
+  std::move(forget).Cancel();
   return absl::OkStatus();
 }
 

@@ -33,7 +33,9 @@ struct StepFolder {
 };
 
 // The checkpoints of a folder that have a manifest: first those whose manifest is good, the last
-// that was saved first, then the others. kNotFound if there is no such folder.
+// that was saved first, then the others; also while a job saves, removes and renames them. One that
+// has another's name counts as damaged. kNotFound if there is no such folder; kAborted if the job
+// does so without end.
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder);
 
 // A folder that this object alone writes to. For one thread, and not for a forked child, which has

@@ -7,10 +7,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -71,6 +73,55 @@ TEST_F(StepFoldersTest, TheNewestIsTheOneThatWasSavedLast) {
   ASSERT_TRUE(folders->Prune(2).ok());
   EXPECT_EQ(Steps(), (std::vector<int64_t>{300, 1'000'000'000}));
   EXPECT_EQ(Names(), (Strings{"step-000300", "step-1000000000"}));
+}
+
+// Whoever gets nothing may begin at step 0.
+TEST_F(StepFoldersTest, WhoListsWhileOthersSaveMissesNone) {
+  auto folders = Lock();
+  Save(*folders, 1);
+  std::atomic<uint64_t> saved{1};  // the sequence of the last one
+  std::atomic<bool> is_over{false};
+  std::thread other([&] {
+    for (uint64_t i = 0; i < 300; ++i) {
+      // Another one of a step that is there already, and one that takes the place of all others.
+      Save(*folders, static_cast<int64_t>(i / 2) + 2);
+      saved = i + 2;
+      EXPECT_EQ(folders->Prune(1), absl::OkStatus());
+    }
+    is_over = true;
+  });
+  while (!is_over) {
+    const uint64_t before = saved;
+    const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
+    if (!steps.ok()) {
+      // That it is in one's way it may say.
+      EXPECT_EQ(steps.status().code(), absl::StatusCode::kAborted) << steps.status();
+      continue;
+    }
+    ASSERT_FALSE(steps->empty());
+    ASSERT_TRUE((*steps)[0].manifest.ok()) << (*steps)[0].manifest.status();
+    EXPECT_GE((*steps)[0].manifest->sequence, before);
+  }
+  other.join();
+}
+
+// A copy under another name, say: what is asked for by its step would be another one.
+TEST_F(StepFoldersTest, AFolderIsOfTheStepOfItsManifest) {
+  auto folders = Lock();
+  Save(*folders, 100);
+  fs::copy(folder_ + "/step-000100", folder_ + "/step-000200", fs::copy_options::recursive);
+  const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
+  ASSERT_EQ(steps->size(), 2u);
+  EXPECT_EQ((*steps)[0].step, 100);
+  EXPECT_TRUE((*steps)[0].manifest.ok());
+  const absl::Status& wrong = (*steps)[1].manifest.status();
+  EXPECT_EQ(wrong.code(), absl::StatusCode::kInvalidArgument) << wrong;
+  EXPECT_TRUE(absl::StrContains(wrong.message(), "step-000200")) << wrong;
+  EXPECT_TRUE(absl::StrContains(wrong.message(), "of step 100")) << wrong;
+  // It is none of those that are kept, nor removed.
+  Save(*folders, 300);
+  ASSERT_TRUE(folders->Prune(2).ok());
+  EXPECT_EQ(Names(), (Strings{"step-000100", "step-000200", "step-000300"}));
 }
 
 TEST_F(StepFoldersTest, WhatACrashLeavesIsFinishedOrRemoved) {
