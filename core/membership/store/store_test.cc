@@ -2236,6 +2236,7 @@ TEST(StoreServerTest, WhoHasNoRoomToWaitKeepsItsConnection) {
   options.answer_timeout = absl::Milliseconds(500);
   const auto client = NewTcpStore(options);
   ASSERT_TRUE(client.ok()) << client.status();
+  ASSERT_TRUE((*client)->Set("large", std::string(90000, 'x'), Later()).ok());
   const Keys keys(kMaxAwaitKeys, std::string(400, 'k'));
   const std::vector<Store::Value> nothing(keys.size());
   std::thread other([&] {
@@ -2243,9 +2244,10 @@ TEST(StoreServerTest, WhoHasNoRoomToWaitKeepsItsConnection) {
       EXPECT_TRUE((*client)->Set("key", std::to_string(i), Later()).ok());
     }
   });
+  // When its time is over it asks once more, which takes no room.
   const absl::Status waited =
       (*client)->AwaitChange(keys, nothing, Deadline::After(absl::Milliseconds(100))).status();
-  EXPECT_EQ(waited.code(), absl::StatusCode::kResourceExhausted) << waited;
+  EXPECT_EQ(waited, absl::OkStatus());
   other.join();
   EXPECT_EQ(connections, 1);
 }
