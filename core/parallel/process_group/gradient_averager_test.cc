@@ -98,6 +98,24 @@ TEST(GradientAveragerTest, BackwardEndsWithAverages) {
   });
 }
 
+// As where gradients come by torch::autograd::grad(), which calls no hooks.
+TEST(GradientAveragerTest, AverageTakesGradientsThatNoBackwardGave) {
+  RunRanks(2, [](Group group) {
+    const float rank = group->rank();
+    const Tensor a = Parameter({2, 3}), b = Parameter({5}), unused = Parameter({2});
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}, {"unused", unused}});
+    for (int step = 0; step < 2; ++step) {
+      a.mutable_grad() = torch::full({2, 3}, rank + 1);
+      b.mutable_grad().reset();
+      if (rank == 1) b.mutable_grad() = torch::full({5}, 4.0f);
+      EXPECT_EQ(averager->Average(), absl::OkStatus());
+      EXPECT_TRUE(a.grad().equal(torch::full({2, 3}, 1.5f))) << a.grad();
+      EXPECT_TRUE(b.grad().defined() && b.grad().equal(torch::full({5}, 2.0f))) << b.grad();
+      EXPECT_FALSE(unused.grad().defined());
+    }
+  });
+}
+
 TEST(GradientAveragerTest, NothingIsCopiedBackThatNobodyElseHolds) {
   RunRanks(2, [](Group group) {
     const Tensor a = Parameter({2}), b = Parameter({2});

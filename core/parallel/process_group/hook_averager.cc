@@ -217,10 +217,11 @@ absl::Status HookAverager::Average() {
   if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
     DG_RETURN_IF_ERROR(GiveUp());
-    if (!in_backward_) {
-      for (size_t k = 0; k < touched_.size(); ++k) {
-        touched_[k] = plan_.parameters()[k].tensor.grad().defined();
-      }
+    for (size_t k = 0; k < touched_.size(); ++k) {
+      // Not all come by a backward with hooks: a program may have set one. The average of an
+      // earlier average is that.
+      const bool has_gradient = plan_.parameters()[k].tensor.grad().defined();
+      touched_[k] = has_gradient || (in_backward_ && touched_[k]);
     }
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     OpenRound();
