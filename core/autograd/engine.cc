@@ -72,6 +72,12 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
             absl::StrCat("root ", i, " is ", Shape(root),
                          ", not a scalar: give its gradient in root_gradients"));
       }
+      if (root.is_complex()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("root ", i,
+                         " is complex: give its gradient in root_gradients, or take a "
+                         "real number of it, as its real part or its absolute value"));
+      }
       gradients[i] = at::ones_like(root);
     } else if (gradients[i].sizes() != root.sizes() ||
                gradients[i].scalar_type() != root.scalar_type() ||

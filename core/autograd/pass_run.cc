@@ -290,7 +290,7 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
     if (captured_bytes_ < kFlushBytes) return;
     captured_bytes_ = 0;
   }
-  Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
+  PostFlush();
 }
 
 // A peer may have nothing else to do than what these gradients are for.
@@ -303,7 +303,13 @@ void PassRun::OnNext(torch::autograd::Node* next) {
     absl::MutexLock lock(&mu_);
     if (captured_.empty() || now < captured_since_ + kFlushDelay) return;
   }
-  Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
+  PostFlush();
+}
+
+// This thread is in the middle of a node, and in the modes of that: the end of the pass, which this
+// or what others have left on the strand may bring, is told elsewhere.
+void PassRun::PostFlush() {
+  Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo, &services_->pool);
 }
 
 // The strand may have something of the user's to call, and this thread is in the middle of a node.
@@ -425,8 +431,8 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
     } else if (recv.nodes.size() > 1) {
       const auto [it, is_new] = gathering.try_emplace(recv.end.edge);
       if (!is_new) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "worker ", recv.end.peer, " has sent two messages with one edge, ", recv.end.edge));
+        return LocalError(absl::InvalidArgumentError(absl::StrCat(
+            "worker ", recv.end.peer, " has sent two messages with one edge, ", recv.end.edge)));
       }
       Gathering& edge = it->second;
       edge.missing = found;

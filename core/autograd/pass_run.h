@@ -130,6 +130,7 @@ class PassRun : public PassHandle,
   absl::StatusOr<PassPlan> TraverseGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerRank from, Notice& notice);
   void FlushCapturedOnStrand();
+  void PostFlush();
   // Fails the pass, unless it is over, and waits no longer for what others would say of it.
   void FailWith(const absl::Status& why);
   // A task has thrown: a device has failed, say, or memory cannot be had. Fails the pass; returns

@@ -185,7 +185,9 @@ absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Te
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (!gradients[i].defined()) continue;
       // Not in place: whoever asked for the gradient before keeps what it was.
-      DG_RETURN_IF_ERROR(context.SetGradient(parameters[i], gradients[i].mul(factor)));
+      // The factor is of the norm's dtype, which a tensor without dimensions would take over.
+      DG_RETURN_IF_ERROR(context.SetGradient(
+          parameters[i], gradients[i].mul(factor).to(gradients[i].scalar_type())));
     }
   } catch (...) {
     return StatusFromException(std::current_exception());

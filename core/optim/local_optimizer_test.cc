@@ -57,6 +57,19 @@ TEST_F(LocalOptimizerTest, WhatHasNoGradientIsLeftAlone) {
   EXPECT_FALSE(unused_.grad().defined());
 }
 
+// A factor of the dtype of the norm over all workers, whose parameters may have another one.
+TEST_F(LocalOptimizerTest, AScaledGradientKeepsItsDtype) {
+  const at::Tensor temperature = at::ones({}, at::kBFloat16).set_requires_grad(true);
+  LocalOptimizer optimizer(std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{temperature},
+                                                               torch::optim::SGDOptions(1)));
+  context_.Accumulate(static_cast<torch::autograd::AccumulateGrad&>(
+                          *torch::autograd::impl::grad_accumulator(temperature)),
+                      at::full({}, 3, at::kBFloat16));
+  const absl::Status scaled = optimizer.ScaleGradients(context_, at::scalar_tensor(0.5));
+  ASSERT_TRUE(scaled.ok()) << scaled;
+  EXPECT_TRUE(context_.Gradient(temperature)->equal(at::full({}, 1.5, at::kBFloat16)));
+}
+
 TEST_F(LocalOptimizerTest, OneThatIsRemovedHasLetGoOfItsParameters) {
   AddGradient(context_, used_, 3);
   EXPECT_TRUE(optimizer_.State().ok());

@@ -1,9 +1,14 @@
 // Forwards to the context's record, and ends the context with its object.
 #include "core/worker/context.h"
 
+#include <ATen/MemoryOverlap.h>
+
+#include <exception>
+
 #include "core/autograd/context_record.h"
 #include "core/autograd/engine.h"
 #include "core/base/status.h"
+#include "core/tensor/exception.h"
 
 namespace distgrad {
 
@@ -58,6 +63,16 @@ absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Context::Gradient
 
 absl::Status Context::SetGradient(const at::Tensor& leaf, at::Tensor gradient) const {
   DG_RETURN_IF_ERROR(CheckValid());
+  // Passes add to it in place, which nobody else is to see.
+  const bool is_shared =
+      gradient.defined() &&
+      (gradient.use_count() > 1 || !gradient.has_storage() || gradient.storage().use_count() > 1 ||
+       at::has_internal_overlap(gradient) != at::MemOverlap::No);
+  try {
+    if (is_shared) gradient = gradient.detach().clone();
+  } catch (...) {
+    return StatusFromException(std::current_exception());
+  }
   return record_->SetGradient(leaf, std::move(gradient));
 }
 

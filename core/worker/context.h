@@ -73,8 +73,9 @@ class Context {
   // Returns all leaves of this worker that have a gradient, each with it, in no order. Fails as
   // Gradient() does, but not with kNotFound: there may be none.
   absl::StatusOr<std::vector<std::pair<at::Tensor, at::Tensor>>> Gradients() const;
-  // Replaces the gradient of a leaf that has one. kInvalidArgument unless it has the sizes, dtype
-  // and device of the leaf; else it fails as Gradient() does.
+  // Replaces the gradient of a leaf that has one. A tensor that somebody else holds is copied.
+  // kInvalidArgument unless it has the sizes, dtype and device of the leaf; else it fails as
+  // Gradient() does.
   absl::Status SetGradient(const at::Tensor& leaf, at::Tensor gradient) const;
 
   // Ends the context on every worker; a pass in flight fails. Idempotent, does not wait. Needs no

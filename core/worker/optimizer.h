@@ -70,7 +70,8 @@ class Optimizer {
   // them as one vector, in which a tied parameter of a pipeline (PipelineStage::tied) is there
   // once, however many copies of it there are. If it is more than `max_norm` they are scaled down
   // to that. Returns the norm as it was. kInvalidArgument if `max_norm` is negative or not a
-  // number; kOutOfRange, and nothing is scaled, if the norm is not finite.
+  // number; kOutOfRange, and nothing is scaled, if the norm is not finite. After any
+  // other error some workers may have scaled theirs: release the context.
   absl::StatusOr<double> ClipGradients(const Context& context, double max_norm);
 
   // Return this worker's part as tensors with names, as they are in PyTorch's state_dict()

@@ -223,6 +223,26 @@ TEST_P(GradientsTest, ANewGradientIsOfItsLeafsKind) {
   EXPECT_EQ(context.SetGradient(x, at::ones({2, 3})).code(), absl::StatusCode::kFailedPrecondition);
 }
 
+// The next pass adds to what the context has in place.
+TEST_P(GradientsTest, ANewGradientStaysItsGivers) {
+  const at::Tensor x = Leaf({2, 3}, 1), y = Leaf({2, 3}, 2);
+  const at::Tensor before = x.detach().clone();
+  const at::Tensor given = at::full({2, 3}, 7.0);
+  Context context = team_[0].NewContext();
+  const at::Tensor loss = (x + y).sum();
+  ASSERT_TRUE(context.Backward({loss}, {.retain_graph = true}).ok());
+  for (const at::Tensor& leaf : {x, y}) ASSERT_TRUE(context.SetGradient(leaf, given).ok());
+  ASSERT_TRUE(context.Backward({loss}, {.retain_graph = true}).ok());
+  for (const at::Tensor& leaf : {x, y}) ExpectSame(GradientOf(context, leaf), given + 1);
+  ExpectSame(given, at::full({2, 3}, 7.0));
+  ASSERT_TRUE(context.SetGradient(x, x).ok());
+  ASSERT_TRUE(context.SetGradient(y, at::ones({1}).expand({2, 3})).ok());
+  ASSERT_TRUE(context.Backward({loss}).ok());
+  ExpectSame(x.detach(), before);
+  ExpectSame(GradientOf(context, x), before + 1);
+  ExpectSame(GradientOf(context, y), at::full({2, 3}, 2.0));
+}
+
 TEST_P(GradientsTest, TensorHooksAndRetainsGrad) {
   const at::Tensor x = Leaf({2, 3}, 1);
   at::Tensor received, hooked;
