@@ -42,6 +42,9 @@ constexpr size_t kMaxCheapBytes = 16 << 10;
 constexpr uint64_t kNodeTimes = 8;
 constexpr absl::string_view kNodeLimitName = "8 times limit message_bytes";
 
+// Whether this thread runs tasks of a strand in the middle of a node.
+thread_local bool flushes_in_node = false;
+
 // For how many helpers a thread counts. One that runs what is cheap calls them itself if it must.
 size_t Weight(RunHere here) { return here == RunHere::kCheap ? kMaxHelpers : 1; }
 
@@ -307,9 +310,12 @@ void PassRun::OnNext(torch::autograd::Node* next) {
 }
 
 // This thread is in the middle of a node, and in the modes of that: the end of the pass, which this
-// or what others have left on the strand may bring, is told elsewhere.
+// or what others have left on the strand may bring, is told elsewhere. But the rest of the strand
+// is not left to another thread, for none may be free, and nothing else would be sent until one is.
 void PassRun::PostFlush() {
-  Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo, &services_->pool);
+  const bool outer = std::exchange(flushes_in_node, true);
+  const absl::Cleanup restore = [outer] { flushes_in_node = outer; };
+  Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
 }
 
 // The strand may have something of the user's to call, and this thread is in the middle of a node.
@@ -634,8 +640,8 @@ void PassRun::EndTaskOnStrand() {
   }
   if (!ended_ || !promise_.has_value() || told_) return;
   // What hears of it is the user's.
-  const bool elsewhere =
-      on_users_thread_ && services_->pool.Schedule([self = shared_from_this()] { self->Tell(); });
+  const bool elsewhere = (on_users_thread_ || flushes_in_node) &&
+                         services_->pool.Schedule([self = shared_from_this()] { self->Tell(); });
   told_ = true;
   if (!elsewhere) Tell();
 }

@@ -2,6 +2,7 @@
 #include "core/worker/context.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/InferenceMode.h>
 
 #include <exception>
 
@@ -69,6 +70,8 @@ absl::Status Context::SetGradient(const at::Tensor& leaf, at::Tensor gradient) c
       (gradient.use_count() > 1 || !gradient.has_storage() || gradient.storage().use_count() > 1 ||
        at::has_internal_overlap(gradient) != at::MemOverlap::No);
   try {
+    // Passes add to it in any mode.
+    const c10::InferenceMode off(false);
     if (is_shared) gradient = gradient.detach().clone();
   } catch (...) {
     return StatusFromException(std::current_exception());

@@ -56,7 +56,7 @@ class Context {
   bool is_origin() const { return is_origin_; }
 
   // Computes the gradients of everything that `roots` depend on, on every worker, and waits until
-  // they are in place. Roots are scalars that require grad, unless options.root_gradients has
+  // they are in place. Roots are real scalars that require grad, unless options.root_gradients has
   // their gradients. Gradients add up over several passes; none goes to any tensor's grad().
   // Without options.retain_graph it can be called once.
   //

@@ -966,7 +966,8 @@ typedef struct dg_backward_options {
   uint64_t flags;                         /* DG_BACKWARD_... */
   int64_t timeout_ms;                     /* 0: as in dg_worker_options */
   const dg_tensor* const* root_gradients; /* one for each root, of its shape. A NULL, or no array,
-                                           * means a gradient of 1, for roots of one element. */
+                                           * means a gradient of 1, for real roots of one
+                                           * element. */
 } dg_backward_options;
 #define DG_BACKWARD_OPTIONS_INIT \
   { sizeof(dg_backward_options), 0, 0, 0 }
@@ -993,8 +994,8 @@ DG_API DG_MUST_USE dg_error* dg_context_backward_async(const dg_context* context
  * DG_FAILED_PRECONDITION once the context is released. */
 DG_API DG_MUST_USE dg_error* dg_context_gradient(const dg_context* context, const dg_tensor* leaf,
                                                  dg_tensor** out) DG_NOEXCEPT;
-/* Replaces the gradient of a leaf that has one. DG_INVALID_ARGUMENT unless it has the shape, dtype
- * and device of the leaf; else errors as of dg_context_gradient. */
+/* Replaces the gradient of a leaf that has one, by a copy. DG_INVALID_ARGUMENT unless it has the
+ * shape, dtype and device of the leaf; else errors as of dg_context_gradient. */
 DG_API DG_MUST_USE dg_error* dg_context_set_gradient(const dg_context* context,
                                                      const dg_tensor* leaf,
                                                      const dg_tensor* gradient) DG_NOEXCEPT;

@@ -288,7 +288,9 @@ std::string Absolute(const std::string& folder) {
   const std::filesystem::path path = std::filesystem::absolute(folder, error);
   // What is above a link need not be what is before it in the path.
   const bool goes_up = std::find(path.begin(), path.end(), "..") != path.end();
-  std::string text = error ? folder : (goes_up ? path : path.lexically_normal()).string();
+  const std::filesystem::path plain =
+      goes_up ? std::filesystem::weakly_canonical(path, error) : path.lexically_normal();
+  std::string text = error ? folder : plain.string();
   while (text.size() > 1 && text.back() == '/') text.pop_back();
   return text;
 }
@@ -368,6 +370,13 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
                                          const StepFolder& from, const LoadOptions& options,
                                          Reached* reached) {
   *reached = Reached::kNothing;
+  if (from.has_other_name()) {
+    *reached = Reached::kDamaged;
+    return OfLeader(leader,
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "it has the checkpoint of step ", from.manifest->step,
+                        ", and so has been copied or renamed: give it the name of its step")));
+  }
   const absl::StatusOr<std::string> read = ReadManifestText(from.path);
   const auto gone = [&](const absl::Status& why) {
     *reached = Reached::kGone;

@@ -393,6 +393,21 @@ TEST_F(CheckpointManagerTest, WhatDoesNotFitIsListed) {
   EXPECT_EQ(loose->mismatched.size(), 1u);
 }
 
+TEST_F(CheckpointManagerTest, ACopyIsNotTheCheckpointOfItsName) {
+  Cluster cluster({.workers = 1});
+  const at::Tensor weight = at::zeros({3});
+  const auto part = Part(cluster[0], {.tensors = {{"weight", weight}}});
+  ASSERT_TRUE(Manager(cluster[0])->Save(100).ok());
+  fs::copy(folder_ + "/step-000100", folder_ + "/step-000200", fs::copy_options::recursive);
+  const absl::StatusOr<LoadedCheckpoint> last = LoadCheckpoint(&cluster[0], folder_);
+  ASSERT_TRUE(last.ok()) << last.status();
+  EXPECT_EQ(last->step, 100);
+  const absl::Status copy = LoadCheckpoint(&cluster[0], folder_, {.step = 200}).status();
+  EXPECT_EQ(copy.code(), Code::kInvalidArgument) << copy;
+  EXPECT_TRUE(absl::StrContains(copy.message(), "step-000200: it has the checkpoint of step 100"))
+      << copy;
+}
+
 // One of them would have the values of the other.
 TEST_F(CheckpointManagerTest, TensorsThatShareMemoryHaveToHaveTheSameValues) {
   Cluster cluster({.workers = 1});

@@ -556,7 +556,8 @@ class CheckpointPart::Impl {
                      CheckReply* reply) {
     Shards& shards = *staged->shards;
     // By what a tensor is in memory: the first name, and the sum of its values.
-    using Place = std::tuple<const void*, std::vector<int64_t>, std::vector<int64_t>>;
+    using Place = std::tuple<const void*, at::ScalarType, bool, bool, std::vector<int64_t>,
+                             std::vector<int64_t>>;
     std::map<Place, std::pair<std::string, uint32_t>> places;
     for (const auto& [name, tensor] : contents_.tensors) {
       const ManifestFile* const file = shards.FileOf(name);
@@ -572,8 +573,10 @@ class CheckpointPart::Impl {
         continue;
       }
       const uint32_t sum = file->checksums.tensors.at(name);
-      const auto [same, is_new] = places.try_emplace(
-          Place{tensor.const_data_ptr(), tensor.sizes().vec(), tensor.strides().vec()}, name, sum);
+      const auto [same, is_new] =
+          places.try_emplace(Place{tensor.const_data_ptr(), tensor.scalar_type(), tensor.is_conj(),
+                                   tensor.is_neg(), tensor.sizes().vec(), tensor.strides().vec()},
+                             name, sum);
       if (!is_new && same->second.second != sum) {
         reply->mismatched.push_back(absl::StrCat(
             QuoteName(name), " of worker '", worker_->name(), "' is the same memory as ",

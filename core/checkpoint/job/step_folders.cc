@@ -80,8 +80,9 @@ absl::Status CheckIsOurs(const std::string& path) {
                                                " in it; give the job a folder of its own"));
 }
 
-// The folders with names of ours.
-absl::StatusOr<std::vector<std::pair<std::string, Name>>> Ours(const std::string& folder) {
+// The folders with names of ours. `changed`: set if one of them was gone when it was looked at.
+absl::StatusOr<std::vector<std::pair<std::string, Name>>> Ours(const std::string& folder,
+                                                               bool* changed = nullptr) {
   DIR* const open = opendir(folder.c_str());
   if (open == nullptr) {
     return ErrnoStatus(errno, absl::StrCat("reading the folder of checkpoints ", folder));
@@ -102,7 +103,10 @@ absl::StatusOr<std::vector<std::pair<std::string, Name>>> Ours(const std::string
     const std::string path = absl::StrCat(folder, "/", entry->d_name);
     struct stat is = {};
     if (lstat(path.c_str(), &is) != 0) {
-      if (errno == ENOENT) continue;
+      if (errno == ENOENT) {
+        if (changed != nullptr) *changed = true;
+        continue;
+      }
       error = errno;
       break;
     }
@@ -126,37 +130,36 @@ std::string ThisProcess() {
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
   constexpr int kTries = 100;
   std::vector<StepFolder> steps;
-  bool is_whole = false, was_empty = false;
-  for (int i = 0; !is_whole; ++i) {
+  bool changed = true, was_empty = false;
+  for (int i = 0; changed; ++i) {
     if (i == kTries) {
       return absl::AbortedError(absl::StrCat("the checkpoints of ", folder,
                                              " change while they are listed, ", kTries, " times"));
     }
-    DG_ASSIGN_OR_RETURN(const auto ours, Ours(folder));
+    changed = false;
+    DG_ASSIGN_OR_RETURN(const auto ours, Ours(folder, &changed));
     steps.clear();
-    is_whole = true;
     for (const auto& [path, name] : ours) {
       absl::StatusOr<Manifest> manifest = ReadManifest(path);
       if (absl::IsNotFound(manifest.status())) {
         // It is not whole yet; or its job has given it its name, or removed it, and what has taken
         // its place may have come after the names were read.
         struct stat is = {};
-        if (lstat(path.c_str(), &is) != 0) is_whole = false;
+        if (lstat(path.c_str(), &is) != 0) changed = true;
         continue;
-      }
-      if (manifest.ok() && manifest->step != name.step) {
-        manifest = absl::InvalidArgumentError(
-            absl::StrCat(path, " has the checkpoint of step ", manifest->step,
-                         ": it has been copied or renamed; give it the name of its step"));
       }
       steps.push_back({path, name.step, std::move(manifest)});
     }
     // A name that changes while names are read need not be among them.
-    if (steps.empty() && !std::exchange(was_empty, true)) is_whole = false;
+    if (steps.empty() && !std::exchange(was_empty, true)) changed = true;
   }
   std::sort(steps.begin(), steps.end(), [](const StepFolder& a, const StepFolder& b) {
     if (a.manifest.ok() != b.manifest.ok()) return a.manifest.ok();
-    if (a.manifest.ok()) return a.manifest->sequence > b.manifest->sequence;
+    if (a.manifest.ok() && a.manifest->sequence != b.manifest->sequence) {
+      return a.manifest->sequence > b.manifest->sequence;
+    }
+    // A copy of one comes behind it.
+    if (a.manifest.ok() && a.has_other_name() != b.has_other_name()) return b.has_other_name();
     return a.step > b.step;
   });
   return steps;

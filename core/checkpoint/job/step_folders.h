@@ -30,12 +30,14 @@ struct StepFolder {
   int64_t step = 0;  // as its name says
   // An error: it is damaged, or, unless IsDamage(), it cannot be read.
   absl::StatusOr<Manifest> manifest = absl::UnknownError("");
+
+  // Whether somebody has copied or renamed it: what it has is of another step.
+  bool has_other_name() const { return manifest.ok() && manifest->step != step; }
 };
 
 // The checkpoints of a folder that have a manifest: first those whose manifest is good, the last
-// that was saved first, then the others; also while a job saves, removes and renames them. One that
-// has another's name counts as damaged. kNotFound if there is no such folder; kAborted if the job
-// does so without end.
+// that was saved first, then the others; also while a job saves, removes and renames them.
+// kNotFound if there is no such folder; kAborted if the job does so without end.
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder);
 
 // A folder that this object alone writes to. For one thread, and not for a forked child, which has

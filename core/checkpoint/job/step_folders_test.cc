@@ -98,30 +98,25 @@ TEST_F(StepFoldersTest, WhoListsWhileOthersSaveMissesNone) {
       EXPECT_EQ(steps.status().code(), absl::StatusCode::kAborted) << steps.status();
       continue;
     }
-    ASSERT_FALSE(steps->empty());
-    ASSERT_TRUE((*steps)[0].manifest.ok()) << (*steps)[0].manifest.status();
-    EXPECT_GE((*steps)[0].manifest->sequence, before);
+    const bool has_one = !steps->empty() && (*steps)[0].manifest.ok();
+    EXPECT_TRUE(has_one);
+    if (has_one) EXPECT_GE((*steps)[0].manifest->sequence, before);
   }
   other.join();
 }
 
-// A copy under another name, say: what is asked for by its step would be another one.
-TEST_F(StepFoldersTest, AFolderIsOfTheStepOfItsManifest) {
+// A copy, say: what is asked for by its step would be another one.
+TEST_F(StepFoldersTest, AFolderMayHaveTheNameOfAnotherStep) {
   auto folders = Lock();
   Save(*folders, 100);
-  fs::copy(folder_ + "/step-000100", folder_ + "/step-000200", fs::copy_options::recursive);
+  for (const char* const name : {"/step-000050", "/step-000200"}) {
+    fs::copy(folder_ + "/step-000100", folder_ + name, fs::copy_options::recursive);
+  }
   const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
-  ASSERT_EQ(steps->size(), 2u);
+  ASSERT_EQ(steps->size(), 3u);
   EXPECT_EQ((*steps)[0].step, 100);
-  EXPECT_TRUE((*steps)[0].manifest.ok());
-  const absl::Status& wrong = (*steps)[1].manifest.status();
-  EXPECT_EQ(wrong.code(), absl::StatusCode::kInvalidArgument) << wrong;
-  EXPECT_TRUE(absl::StrContains(wrong.message(), "step-000200")) << wrong;
-  EXPECT_TRUE(absl::StrContains(wrong.message(), "of step 100")) << wrong;
-  // It is none of those that are kept, nor removed.
-  Save(*folders, 300);
-  ASSERT_TRUE(folders->Prune(2).ok());
-  EXPECT_EQ(Names(), (Strings{"step-000100", "step-000200", "step-000300"}));
+  EXPECT_FALSE((*steps)[0].has_other_name());
+  for (const size_t i : {1, 2}) EXPECT_TRUE((*steps)[i].has_other_name());
 }
 
 TEST_F(StepFoldersTest, WhatACrashLeavesIsFinishedOrRemoved) {

@@ -218,10 +218,13 @@ absl::Status HookAverager::Average() {
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
     DG_RETURN_IF_ERROR(GiveUp());
     for (size_t k = 0; k < touched_.size(); ++k) {
-      // Not all come by a backward with hooks: a program may have set one. The average of an
-      // earlier average is that.
-      const bool has_gradient = plan_.parameters()[k].tensor.grad().defined();
-      touched_[k] = has_gradient || (in_backward_ && touched_[k]);
+      const at::Tensor& gradient = plan_.parameters()[k].tensor.grad();
+      if (!in_backward_) {
+        touched_[k] = gradient.defined();
+      } else if (gradient.defined() && seen_[k] != SeenOf(gradient)) {
+        // Not all come by a backward with hooks: a program may have set one.
+        touched_[k] = true;
+      }
     }
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     OpenRound();
