@@ -39,7 +39,7 @@ HookAverager::HookAverager(const AveragingPlan& plan, AveragingSequence& sequenc
       sequence_(sequence),
       in_backward_(in_backward),
       touched_(plan_.parameters().size(), false),
-      seen_(plan_.parameters().size()) {
+      seen_(plan_.parameters().size(), Unseen()) {
   sequence_.Add(this);
 }
 
@@ -60,7 +60,9 @@ void HookAverager::Close() {
 // -------------------------------------------------------------------------------------- Backward
 
 HookAverager::Seen HookAverager::SeenOf(const at::Tensor& gradient) {
-  return gradient.defined() ? Seen(gradient.unsafeGetTensorImpl(), gradient._version()) : Seen();
+  return {c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
+              gradient.getIntrusivePtr()),
+          gradient.defined() ? static_cast<int64_t>(gradient._version()) : 0};
 }
 
 void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
@@ -81,7 +83,7 @@ void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
           "' got another gradient in one backward when it had been averaged already; let "
           "GradientAverager::NoSync live during this backward, and call Average() after it"));
     }
-    if (seen_[parameter] == Seen()) --missing_[bucket];
+    if (seen_[parameter] == Unseen()) --missing_[bucket];
     seen_[parameter] = seen;
     if (missing_[round_->begun()] > 0) return absl::OkStatus();
     while (round_->begun() < missing_.size() && missing_[round_->begun()] == 0) {
@@ -149,14 +151,14 @@ bool HookAverager::HasBegun() const { return round_.has_value() && round_->begun
 void HookAverager::OpenRound(bool active) {
   round_.emplace(sequence_.NewRound(active));
   backwards_.clear();
-  seen_.assign(plan_.parameters().size(), Seen());
+  seen_.assign(plan_.parameters().size(), Unseen());
   missing_ = plan_.bucket_sizes();
 }
 
 void HookAverager::FailRound(const char* what) {
   std::string last;  // where one may look for what failed
   for (size_t k = 0; k < seen_.size(); ++k) {
-    if (seen_[k] != Seen()) last = plan_.parameters()[k].name;
+    if (seen_[k] != Unseen()) last = plan_.parameters()[k].name;
   }
   sequence_.group().Fail(absl::FailedPreconditionError(
       absl::StrCat(what, " when ", round_->begun(), " of ", plan_.buckets().size(),

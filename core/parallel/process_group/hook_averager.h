@@ -4,6 +4,8 @@
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_HOOK_AVERAGER_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -50,8 +52,19 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
 
  private:
   // A gradient and its version, when it was seen last.
-  using Seen = std::pair<const c10::TensorImpl*, int64_t>;
+  struct Seen {
+    // Of one that is gone no other one can have the address, then.
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient;
+    int64_t version;
+
+    bool operator==(const Seen& other) const {
+      return gradient._unsafe_get_target() == other.gradient._unsafe_get_target() &&
+             version == other.version;
+    }
+    bool operator!=(const Seen& other) const { return !(*this == other); }
+  };
   static Seen SeenOf(const at::Tensor& gradient);
+  static Seen Unseen() { return SeenOf(at::Tensor()); }
 
   // Whether the other ranks have seen something of the average that is open.
   bool HasBegun() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
