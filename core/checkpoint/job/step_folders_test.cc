@@ -82,7 +82,7 @@ TEST_F(StepFoldersTest, WhoListsWhileOthersSaveMissesNone) {
   std::atomic<uint64_t> saved{1};  // the sequence of the last one
   std::atomic<bool> is_over{false};
   std::thread other([&] {
-    for (uint64_t i = 0; i < 300; ++i) {
+    for (uint64_t i = 0; i < 30; ++i) {
       // Another one of a step that is there already, and one that takes the place of all others.
       Save(*folders, static_cast<int64_t>(i / 2) + 2);
       saved = i + 2;
