@@ -12,9 +12,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <iterator>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -365,16 +365,16 @@ absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tenso
   return absl::OkStatus();
 }
 
-std::vector<std::string> NamesThatShareMemory(const TensorMap& tensors) {
+std::set<std::string> NamesThatShareMemory(const TensorMap& tensors) {
   std::map<const c10::StorageImpl*, std::vector<std::string>> by_storage;
   for (const auto& [name, tensor] : tensors) {
     if (tensor.defined() && tensor.has_storage()) {
       by_storage[tensor.storage().unsafeGetStorageImpl()].push_back(name);
     }
   }
-  std::vector<std::string> sharing;
-  for (auto& [storage, names] : by_storage) {
-    if (names.size() > 1) std::move(names.begin(), names.end(), std::back_inserter(sharing));
+  std::set<std::string> sharing;
+  for (const auto& [storage, names] : by_storage) {
+    if (names.size() > 1) sharing.insert(names.begin(), names.end());
   }
   return sharing;
 }

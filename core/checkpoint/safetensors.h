@@ -13,9 +13,9 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -120,7 +120,7 @@ absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path);
 absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors);
 
 // The names of tensors whose storage is that of another name, too.
-std::vector<std::string> NamesThatShareMemory(const TensorMap& tensors);
+std::set<std::string> NamesThatShareMemory(const TensorMap& tensors);
 
 }  // namespace distgrad
 

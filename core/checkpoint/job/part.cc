@@ -19,7 +19,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/algorithm/container.h"
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
@@ -391,9 +390,9 @@ class CheckpointPart::Impl {
           return staged.shards->DamagedTensor(*file, name);
         }
       }
-      for (const std::string& name : NamesThatShareMemory(contents_.tensors)) {
-        const ManifestFile* const file = staged.shards->FileOf(name);
-        if (file == nullptr || !absl::c_linear_search(staged.tensors, std::pair(name, file)) ||
+      const std::set<std::string> sharing = NamesThatShareMemory(contents_.tensors);
+      for (const auto& [name, file] : staged.tensors) {
+        if (sharing.count(name) == 0 ||
             RowMajorChecksum(contents_.tensors.at(name)) == file->checksums.tensors.at(name)) {
           continue;
         }
