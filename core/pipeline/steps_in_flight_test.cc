@@ -176,7 +176,7 @@ TEST_P(StepsInFlightTest, WhoWaitsForTheLastStepFirstHasAllOfThem) {
 TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
   Cluster cluster(Workers(2));
   const EqualLayers layers(2);
-  absl::Notification all_started;
+  absl::Notification all_started, back_has_stepped;
   std::atomic<int> front_forwards{0}, back_steps{0};
   std::atomic<bool> fails{true};
   std::vector<std::map<int, PipelineStage>> own(2);
@@ -187,13 +187,14 @@ TEST_P(StepsInFlightTest, AStepThatFailsEndsThoseBehindIt) {
                    },
                .step = [&](const Context&) -> absl::Status {
                  all_started.WaitForNotification();
+                 back_has_stepped.WaitForNotification();  // else its step may be stopped first
                  return fails ? absl::DataLossError("no step today") : absl::OkStatus();
                }};
   own[1][1] = {.forward = [&](Tensors in) { return layers.Forward(1, std::move(in)); },
                .loss = Loss,
                .step =
                    [&](const Context&) {
-                     ++back_steps;
+                     if (++back_steps == 1) back_has_stepped.Notify();
                      return absl::OkStatus();
                    }};
   const auto stages = CreateStages(cluster, std::move(own));
