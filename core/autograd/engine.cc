@@ -198,11 +198,9 @@ absl::Status Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
     read = absl::InvalidArgumentError("a notice without its pass");
   }
   if (!read.ok()) {
-    // What was in it is lost, and with it every pass of that worker.
     read = Annotate(
         read, absl::StrCat("reading gradients from worker ", services_.network.Describe(from)));
     DG_LOG(ERROR) << read;
-    OnPeerLost(from, contexts_->begun(), read);
     return read;
   }
   const bool runs_nodes = absl::c_any_of(*notices, [](const Notice& notice) {

@@ -81,8 +81,9 @@ class Engine {
   // ---- From the network. Short: nodes run on the pool.
 
   // `is_cut_off`: whether the connection that the packet came on has ended; see AddPeer(). Where
-  // the packet cannot be read (hostile input, no memory) all contexts have lost `from`, and the
-  // error says why: the connection has to end, or `from` would not hear of it.
+  // the packet cannot be read (hostile input, no memory) the error says why, and what was in it is
+  // lost, so that all contexts have to lose `from`; and the connection has to end before, or what
+  // begins anew would be lost with it, and `from` would not hear of it.
   absl::Status OnNotice(WorkerRank from, Packet packet, size_t offset,
                         absl::FunctionRef<bool()> is_cut_off);
   // Of the contexts that had `begun` here by then (ContextRegistry::begun()).

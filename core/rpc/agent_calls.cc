@@ -184,10 +184,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
       CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
       const absl::Status taken = service_->OnNotice(*peer, Body{std::move(packet), offset},
                                                     [&link] { return link->dropped(); });
-      if (taken.ok()) break;
-      Packet last;
-      AppendFrame({.kind = FrameKind::kRefused, .status = taken}, &last.bytes);
-      link->SendLast(std::move(last), taken);
+      if (!taken.ok()) links_->GiveUp(link, *peer, taken);
       break;
     }
     case FrameKind::kPing: {

@@ -1249,6 +1249,24 @@ TEST_F(AgentMembersTest, ANoticeThatCannotBeReadEndsItsConnectionOnBothSides) {
   EXPECT_TRUE(Contains(b().service.AwaitLost(0), "no memory for it"));
 }
 
+// Whoever waited may begin anew at once, while the connection is still being ended.
+TEST_F(AgentMembersTest, WhatBeginsAfterANoticeThatCannotBeReadIsNotLostWithIt) {
+  a().service.begun = 7;
+  a().service.OnNextNotice(
+      [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
+  Future<std::string> anew;
+  a().service.OnNextLost([&] {
+    a().service.begun = 8;
+    anew = a().Call(1, "echo", "again");
+  });
+  b().agent->Notify(0, Agent::NewNotice());
+  b().service.AwaitLost(0).IgnoreError();
+  const absl::StatusOr<std::string> echoed = anew.Wait();
+  ASSERT_TRUE(echoed.ok()) << echoed.status();
+  EXPECT_EQ(*echoed, "again");
+  EXPECT_EQ(a().service.begun_at_loss, 7u);
+}
+
 TEST_F(AgentMembersTest, AnOldEntryOfTheStoreIsRefused) {
   const WorkerInfo old = b().info;
   nodes_[1].reset();

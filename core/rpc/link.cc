@@ -95,7 +95,8 @@ void Link::SendLast(Packet packet, absl::Status why) {
   out_.Run([this, self = shared_from_this(), packet = std::move(packet), why]() mutable {
     FlushOnStrand();
     const auto connection = this->connection();
-    if (connection == nullptr) return;
+    // The thread that opens it may not have come so far: it finds that it is closed.
+    if (connection == nullptr) return Close(why);
     connection->Send(std::move(packet), [self, why](const absl::Status&) { self->Close(why); });
   });
 }

@@ -541,9 +541,33 @@ void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& wh
     const auto found = links_.find(link->number());
     if (found != links_.end()) Drop(found->second);
   }
-  Packet packet;
-  AppendFrame({.kind = FrameKind::kRefused, .status = why}, &packet.bytes);
-  link->SendLast(std::move(packet), why);
+  SendRefused(*link, why);
+}
+
+void LinkTable::SendRefused(Link& link, const absl::Status& why) {
+  OrClose(link, [&] {
+    Packet packet;
+    AppendFrame({.kind = FrameKind::kRefused, .status = why}, &packet.bytes);
+    link.SendLast(std::move(packet), why);
+  });
+}
+
+void LinkTable::GiveUp(const std::shared_ptr<Link>& link, WorkerRank peer,
+                       const absl::Status& why) {
+  if (link->kind() == Link::Kind::kLoopback) {  // which stays
+    const auto user = user_.lock();
+    if (user != nullptr) AwaitMemory([&] { user->OnPeerLost(peer, user->BegunSoFar(), why); });
+    return;
+  }
+  Links dropped;
+  const bool is_news = AwaitMemory([&] {
+    absl::MutexLock lock(&mu_);
+    // Whoever has given it up tells the loss, which may not have come so far.
+    if (link->dropped()) return false;
+    DropAll(peer, link->incarnation(), &dropped);
+    return true;
+  });
+  if (is_news) EndDropped(peer, dropped, why, link.get());
 }
 
 // --------------------------------------------------------------------------------------- Ending
@@ -652,13 +676,14 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
   EndDropped(peer, old, why);
 }
 
-void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why) {
+void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why,
+                           const Link* refused) {
   if (links.empty()) return;
   const auto user = user_.lock();
   const uint64_t begun = user != nullptr ? user->BegunSoFar() : 0;
   for (const auto& link : links) calls_->EndCallsOver(*link, why);
   if (user != nullptr) AwaitMemory([&] { user->OnPeerLost(peer, begun, why); });
-  for (const auto& link : links) link->Close(why);
+  for (const auto& link : links) link.get() == refused ? SendRefused(*link, why) : link->Close(why);
 }
 
 void LinkTable::SayLeaving() {

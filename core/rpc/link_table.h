@@ -105,6 +105,9 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   absl::Status OnHello(const std::shared_ptr<Link>& link, WireReader& reader);
   void OnPong(const std::shared_ptr<Link>& link);
   void OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint64_t number);
+  // Ends a link on which something came that is lost, with all others of that peer, which is told
+  // why.
+  void GiveUp(const std::shared_ptr<Link>& link, WorkerRank peer, const absl::Status& why);
 
   // Takes in what the store says of a worker.
   absl::Status UpdatePeer(const WorkerInfo& worker) { return UpdatePeer(worker, nullptr); }
@@ -191,11 +194,15 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
+  // Tells its peer why nothing more is taken from it, and closes it.
+  void SendRefused(Link& link, const absl::Status& why);
 
   // Ending, and heartbeats.
   absl::Status UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void DropOldIncarnation(WorkerRank peer, Incarnation next, const std::shared_ptr<Link>& keep);
-  void EndDropped(WorkerRank peer, const Links& links, const absl::Status& why);
+  // Tells the loss, then ends the links; the peer is told on `refused`, if that is one of them.
+  void EndDropped(WorkerRank peer, const Links& links, const absl::Status& why,
+                  const Link* refused = nullptr);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();

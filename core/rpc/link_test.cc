@@ -265,14 +265,20 @@ TEST_F(LinkTest, WhatIsServedForOneThatDidNotTakeUsInIsCancelledAsForAnyOther) {
   EXPECT_EQ((*cancellation)->why(), absl::UnavailableError("reset"));
 }
 
-TEST_F(LinkTest, TheLastWordsNeedAConnection) {
+TEST_F(LinkTest, ItClosesBehindTheLastWords) {
   const auto link = NewLink(Link::Kind::kOpened);
-  link->SendLast(Text("bye"), absl::CancelledError("this worker is shutting down"));
-  EXPECT_FALSE(link->closed()) << "it is its owner's to close";
   const auto connection = Connect(link);
   link->SendLast(Text("bye"), absl::CancelledError("this worker is shutting down"));
   EXPECT_THAT(connection->sent, ElementsAre("bye"));
   EXPECT_TRUE(link->closed());
+}
+
+// Its peer may have answered the hello already. It hears of the end, in place of the words.
+TEST_F(LinkTest, ItClosesWhereTheLastWordsHaveNoConnectionYet) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  link->SendLast(Text("bye"), absl::CancelledError("this worker is shutting down"));
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::CancelledError("this worker is shutting down")));
+  EXPECT_TRUE(Connect(link)->closed);
 }
 
 TEST_F(LinkTest, TheLoopbackNeedsNoConnection) {
