@@ -180,6 +180,8 @@ absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Te
   const ParametersLock parameters_lock(*optimizer_);
   const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
   try {
+    // Passes add to what it sets in any mode.
+    const c10::InferenceMode off(false);
     at::NoGradGuard no_grad;
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, context.GradientsOf(parameters));
     for (size_t i = 0; i < parameters.size(); ++i) {

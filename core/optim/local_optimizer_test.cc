@@ -70,6 +70,18 @@ TEST_F(LocalOptimizerTest, AScaledGradientKeepsItsDtype) {
   EXPECT_TRUE(context_.Gradient(temperature)->equal(at::full({}, 1.5, at::kBFloat16)));
 }
 
+// Passes add in place to what it sets, in whatever mode.
+TEST_F(LocalOptimizerTest, WhatIsScaledInInferenceModeIsNoTensorOfIt) {
+  AddGradient(context_, used_, 3);
+  {
+    const c10::InferenceMode inference;
+    ASSERT_TRUE(optimizer_.ScaleGradients(context_, at::scalar_tensor(0.5)).ok());
+  }
+  EXPECT_FALSE(context_.Gradient(used_)->is_inference());
+  AddGradient(context_, used_, 3);
+  EXPECT_TRUE(context_.Gradient(used_)->equal(at::full({2}, 4.5)));
+}
+
 TEST_F(LocalOptimizerTest, OneThatIsRemovedHasLetGoOfItsParameters) {
   AddGradient(context_, used_, 3);
   EXPECT_TRUE(optimizer_.State().ok());

@@ -68,7 +68,8 @@ absl::Status Context::SetGradient(const at::Tensor& leaf, at::Tensor gradient) c
   const bool is_shared =
       gradient.defined() &&
       (gradient.use_count() > 1 || !gradient.has_storage() || gradient.storage().use_count() > 1 ||
-       at::has_internal_overlap(gradient) != at::MemOverlap::No);
+       !gradient.storage().resizable() ||  // another's memory, as at::from_blob() has it
+       gradient.is_inference() || at::has_internal_overlap(gradient) != at::MemOverlap::No);
   try {
     // Passes add to it in any mode.
     const c10::InferenceMode off(false);

@@ -243,6 +243,25 @@ TEST_P(GradientsTest, ANewGradientStaysItsGivers) {
   ExpectSame(GradientOf(context, y), at::full({2, 3}, 2.0));
 }
 
+// Nor does it add in place to what libtorch lets nobody write to.
+TEST_P(GradientsTest, ANewGradientMayBeOfInferenceModeOrOfOtherMemory) {
+  const at::Tensor x = Leaf({2, 3}, 1), y = Leaf({2, 3}, 2);
+  Context context = team_[0].NewContext();
+  const at::Tensor loss = (x + y).sum();
+  ASSERT_TRUE(context.Backward({loss}, {.retain_graph = true}).ok());
+  std::vector<float> memory(6, 5);
+  {
+    const c10::InferenceMode inference;
+    ASSERT_TRUE(context.SetGradient(x, at::full({2, 3}, 7.0)).ok());
+  }
+  ASSERT_TRUE(context.SetGradient(y, at::from_blob(memory.data(), {2, 3})).ok());
+  const absl::Status again = context.Backward({loss});
+  ASSERT_TRUE(again.ok()) << again;
+  ExpectSame(GradientOf(context, x), at::full({2, 3}, 8.0));
+  ExpectSame(GradientOf(context, y), at::full({2, 3}, 6.0));
+  EXPECT_EQ(memory, std::vector<float>(6, 5));
+}
+
 TEST_P(GradientsTest, TensorHooksAndRetainsGrad) {
   const at::Tensor x = Leaf({2, 3}, 1);
   at::Tensor received, hooked;
