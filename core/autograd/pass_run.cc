@@ -220,7 +220,9 @@ void PassRun::RunFeeds(RunHere here) {
     // An error is not kept waiting for what else runs.
     if (was_last || !execution->status().ok()) Settle();
   }
-  AwaitMemory([this] { OnNext(nullptr); });
+  AwaitMemory([this] {
+    if (has_captured_.load(std::memory_order_relaxed)) PostFlush(/*in_node=*/false);
+  });
   CallHelpers();
 }
 
@@ -293,7 +295,7 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
     if (captured_bytes_ < kFlushBytes) return;
     captured_bytes_ = 0;
   }
-  PostFlush();
+  PostFlush(/*in_node=*/true);
 }
 
 // A peer may have nothing else to do than what these gradients are for.
@@ -306,14 +308,14 @@ void PassRun::OnNext(torch::autograd::Node* next) {
     absl::MutexLock lock(&mu_);
     if (captured_.empty() || now < captured_since_ + kFlushDelay) return;
   }
-  PostFlush();
+  PostFlush(/*in_node=*/true);
 }
 
-// This thread is in the middle of a node, and in the modes of that: the end of the pass, which this
-// or what others have left on the strand may bring, is told elsewhere. But the rest of the strand
-// is not left to another thread, for none may be free, and nothing else would be sent until one is.
-void PassRun::PostFlush() {
-  const bool outer = std::exchange(flushes_in_node, true);
+// Within a node this thread is in the modes of that: the end of the pass, which this or what others
+// have left on the strand may bring, is told elsewhere. But the rest of the strand is not left to
+// another thread, for none may be free, and nothing else would be sent until one is.
+void PassRun::PostFlush(bool in_node) {
+  const bool outer = std::exchange(flushes_in_node, flushes_in_node || in_node);
   const absl::Cleanup restore = [outer] { flushes_in_node = outer; };
   Post([this] { FlushCapturedOnStrand(); }, RunHere::kNo);
 }

@@ -130,7 +130,7 @@ class PassRun : public PassHandle,
   absl::StatusOr<PassPlan> TraverseGraph(std::optional<EdgeId> by);
   void OnNoticeOnStrand(WorkerRank from, Notice& notice);
   void FlushCapturedOnStrand();
-  void PostFlush();
+  void PostFlush(bool in_node);
   // Fails the pass, unless it is over, and waits no longer for what others would say of it.
   void FailWith(const absl::Status& why);
   // A task has thrown: a device has failed, say, or memory cannot be had. Fails the pass; returns
