@@ -751,7 +751,7 @@ static void test_deadline(void) {
   pipeline = pipeline_of_two(stages);
   set_fault(1, HOLD, 0);
   SAYS(DG_DEADLINE_EXCEEDED, "worker 'back' is in the forward of stage 1, micro-batch 0",
-       try_step(pipeline, 1000));
+       try_step(pipeline, 3000));
   post(&released);
   OK(try_step(pipeline, 0)); /* waits for the function that ran */
   dg_pipeline_destroy(pipeline);

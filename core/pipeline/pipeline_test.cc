@@ -576,7 +576,7 @@ TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
   Cluster cluster(Workers(2));
   const EqualLayers layers(2);
   enum Fault { kNoException, kMeta, kMetaLoss, kNoLoss, kNan };
-  Fault fault = kNoException;
+  std::atomic<Fault> fault{kNoException};
   const auto stages = MakeStages(
       cluster, {0, 1},
       [&](int stage, Tensors in) {
@@ -787,42 +787,52 @@ TEST_P(PipelineTest, AFirstStageMayBeFrozen) {
 }
 
 TEST_P(PipelineTest, ADeadlineEndsAStepEverywhere) {
-  Cluster cluster(Workers(2));
-  const EqualLayers layers(2);
-  absl::Notification end;
-  std::atomic<bool> blocks{true};
-  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
-    if (stage == 1 && blocks.exchange(false)) end.WaitForNotification();
-    return layers.Forward(stage, in);
-  });
-  const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(2, 4));
-  const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
-  {
-    const Context context = cluster[0].NewContext();
-    const absl::Status status =
-        pipeline->Train(context, x, y, Deadline::After(absl::Milliseconds(200))).status();
+  // A step may not have come so far by the first limits.
+  for (absl::Duration limit = absl::Milliseconds(200);; limit *= 2) {
+    Cluster cluster(Workers(2));
+    const EqualLayers layers(2);
+    absl::Notification end;
+    std::atomic<bool> blocks{true};
+    const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) {
+      if (stage == 1 && blocks.exchange(false)) end.WaitForNotification();
+      return layers.Forward(stage, in);
+    });
+    const auto pipeline = MakePipeline(cluster, *OneForwardOneBackward(2, 4));
+    const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+    absl::Status status;
+    {
+      const Context context = cluster[0].NewContext();
+      status = pipeline->Train(context, x, y, Deadline::After(limit)).status();
+    }
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-    EXPECT_THAT(std::string(status.message()),
-                AllOf(HasSubstr("pipeline 'model', stage "),
-                      HasSubstr("worker 'worker0' waits for others in the receive of "),
-                      HasSubstr("worker 'worker1' is in the forward of stage 1, micro-batch 0")));
-  }
-  // The function still runs: the next step waits for it,
-  const absl::string_view queued = "worker 'worker1' waits for a function of the step before";
-  absl::Status status;
-  // The step has to have begun on that worker by then.
-  for (int tries = 0; tries < 8 && !absl::StrContains(status.message(), queued); ++tries) {
+    const bool is_enough =
+        absl::StrContains(status.message(),
+                          "worker 'worker0' waits for others in the receive of ") &&
+        absl::StrContains(status.message(),
+                          "worker 'worker1' is in the forward of stage 1, micro-batch 0");
+    if (!is_enough && limit < absl::Seconds(10)) {
+      end.Notify();
+      continue;
+    }
+    EXPECT_TRUE(is_enough) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("pipeline 'model', stage "));
+    // The function still runs: the next step waits for it,
+    const absl::string_view queued = "worker 'worker1' waits for a function of the step before";
+    // The step has to have begun on that worker by then.
+    for (int tries = 0; tries < 8 && !absl::StrContains(status.message(), queued); ++tries) {
+      const Context context = cluster[0].NewContext();
+      status = pipeline->Train(context, x, y, Deadline::After(absl::Milliseconds(100 << tries)))
+                   .status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    }
+    EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(queued)));
+    // and ends well.
+    std::thread other([&] { end.Notify(); });
     const Context context = cluster[0].NewContext();
-    status =
-        pipeline->Train(context, x, y, Deadline::After(absl::Milliseconds(100 << tries))).status();
-    EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+    EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
+    other.join();
+    return;
   }
-  EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(queued)));
-  // and ends well.
-  std::thread other([&] { end.Notify(); });
-  const Context context = cluster[0].NewContext();
-  EXPECT_EQ(pipeline->Train(context, x, y).status(), absl::OkStatus());
-  other.join();
 }
 
 TEST_P(PipelineTest, AWorkerThatIsLostInAStepIsNamedAndAnotherTakesItsPlace) {

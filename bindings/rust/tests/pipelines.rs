@@ -342,7 +342,7 @@ fn a_deadline_says_what_each_rank_does() {
         let pipeline = two(front);
         let (x, y) = batch(0);
         let context = front.context().unwrap();
-        let options = PipelineRunOptions::new().timeout(Duration::from_secs(1));
+        let options = PipelineRunOptions::new().timeout(Duration::from_secs(3));
         let error = pipeline.train_with(&context, &[&x], &[&y], &options).unwrap_err();
         assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
         let text = "worker 'back' is in the forward of stage 1, micro-batch 0";
