@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the example as its users do.
 set -euo pipefail
+source capi/testing/skip.sh
 program=$PWD/examples/fashion_mnist check=$PWD/tests/testing/trace_check
 checkpoint=$PWD/tools/checkpoint
 cd "$TEST_TMPDIR"
@@ -151,5 +152,8 @@ echo "== one epoch of the real thing"
 "$program" --single --epochs=1 --output=real | tee stdout
 accuracy=$(sed -n 's/^test accuracy \([0-9]*\).*/\1/p' stdout)
 ((accuracy >= 85)) || fail "accuracy $accuracy"
-[[ -s real/training.svg ]] || grep "gnuplot is not installed" stdout
+if [[ ! -s real/training.svg ]]; then
+  grep "gnuplot is not installed" stdout
+  left_out picture "no gnuplot on this machine"
+fi
 echo "all passed"
