@@ -61,6 +61,10 @@ absl::Status Malformed(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("malformed message: ", what));
 }
 
+// Made before main(), for later there may be no memory for it.
+const absl::Status* const kNoMemory =
+    new absl::Status(absl::ResourceExhaustedError("there is no memory for it"));
+
 // Takes of a packet only its bytes.
 absl::StatusOr<std::shared_ptr<Incoming>> Discard(tensorpipe::Descriptor descriptor,
                                                   const std::vector<uint32_t>& positions,
@@ -143,7 +147,8 @@ bool TakesLongToPrepare(const tensorpipe::Descriptor& descriptor) {
 }
 
 absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
-                                                  const PacketLimits& limits, DeviceMemory* gpus) {
+                                                  const PacketLimits& limits,
+                                                  DeviceMemory* gpus) try {
   Budget budget(limits);
   // At most one of the payloads is not a segment.
   DG_RETURN_IF_ERROR(budget.Segments(descriptor.tensors.size()));
@@ -231,6 +236,8 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
     if (!limits.can_discard) return lost;
     return Discard(std::move(descriptor), positions, lost);
   }
+} catch (const std::bad_alloc&) {
+  return *kNoMemory;
 }
 
 }  // namespace distgrad

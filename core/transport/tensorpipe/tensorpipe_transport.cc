@@ -8,6 +8,8 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -18,8 +20,10 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
+#include "core/base/await_memory.h"
 #include "core/base/clock.h"
 #include "core/base/event_loop.h"
+#include "core/base/exception.h"
 #include "core/base/log.h"
 #include "core/base/status.h"
 #include "core/base/thread_pool.h"
@@ -117,6 +121,14 @@ class Asking {
   const void* const before_;
 };
 
+// Stands around each call into TensorPipe that may find no memory in the middle of something. The
+// process ends there: else its executor takes this thread for the one that runs what is handed in,
+// for good, and the whole transport stands still (tensorpipe/common/deferred_executor.h).
+template <typename F>
+auto InTensorPipe(const F& f) noexcept {
+  return f();
+}
+
 // Keeps a loop running until it is removed from it: what is delivered while a transport ends needs
 // the loop. Immutable.
 class KeepsLoopRunning final : public Loop::Handler {
@@ -140,10 +152,12 @@ class Shared {
   // Runs `task`, a callback for others, on a thread of the transport: here and now if this is one.
   // What one TensorPipe callback follows from another keeps its order, as the later one is asked
   // for by the task of the earlier one.
+  // TensorPipe calls back once, so this waits where there is no memory to hand the task on.
   template <typename Task>
-  void Deliver(Task task) {
+  void Deliver(Task task) noexcept {
     if (asking == nullptr && (!is_sockets || EventLoop::Current() == loop.get())) return task();
-    loop->Run(std::move(task));
+    const auto kept = AwaitMemory([&] { return std::make_shared<Task>(std::move(task)); });
+    AwaitMemory([&] { loop->Run([kept] { (*kept)(); }); });
   }
 
   // What follows an address or a greeting of ours.
@@ -214,18 +228,23 @@ class PipeConnection final : public Connection,
     gpus_there_ = gpus_there;
     tensorpipe::Message greeting;
     greeting.metadata = kGreeting + shared_->GpusHere();
-    pipe_->write(std::move(greeting), [](const tensorpipe::Error&) {});  // the read fails too
+    InTensorPipe([&] {  // the read fails too
+      pipe_->write(std::move(greeting), [](const tensorpipe::Error&) {});
+    });
     Start(std::move(receiver));
   }
   void AwaitGreeting(std::shared_ptr<Receiver> receiver) {
-    timer_ = shared_->clock->At(shared_->clock->Now() + kGreetingPatience,
-                                [watch = weak_from_this()]() noexcept {  // as Close()
-                                  if (const auto self = watch.lock()) {
-                                    self->late_ = true;
-                                    const Asking asks(self.get());
-                                    self->pipe_->close();
-                                  }
-                                });
+    // It waits where there is no memory: the receiver is there, and hears of the end alone.
+    AwaitMemory([&] {
+      timer_ = shared_->clock->At(shared_->clock->Now() + kGreetingPatience,
+                                  [watch = weak_from_this()]() noexcept {  // as Close()
+                                    if (const auto self = watch.lock()) {
+                                      self->late_ = true;
+                                      const Asking asks(self.get());
+                                      self->pipe_->close();
+                                    }
+                                  });
+    });
     Start(std::move(receiver));
   }
 
@@ -234,34 +253,40 @@ class PipeConnection final : public Connection,
       if (done) done(Annotate(checked, absl::StrCat("sending to ", peer_)));
       return;
     }
+    // What needs memory comes before it counts: the transport's end waits for what counts.
+    auto sending = std::make_shared<Sending>();
+    sending->packet = std::move(packet);
+    sending->done = std::move(done);
+    tensorpipe::Message message = LayOut(sending->packet);
+    tensorpipe::Pipe::write_callback_fn written = [self = shared_from_this(),
+                                                   sending](const tensorpipe::Error& error) {
+      // Of what a thread sends itself it may hear at once.
+      if (asking == sending.get()) return self->FinishSend(*sending, error);
+      self->shared_->Deliver([self, sending, error] { self->FinishSend(*sending, error); });
+    };
     if (!shared_->ExpectUnlessClosing()) {
-      packet = Packet();  // it goes before the sender hears that it is done with
-      if (done) done(Cancelled());
+      sending->packet = Packet();  // it goes before the sender hears that it is done with
+      if (sending->done) sending->done(Cancelled());
       return;
     }
-    auto sending = std::make_shared<Sending>(Sending{std::move(packet), std::move(done)});
-    tensorpipe::Message message = LayOut(sending->packet);
     const Asking asks(sending.get());
-    pipe_->write(
-        std::move(message), [self = shared_from_this(), sending](const tensorpipe::Error& error) {
-          // Of what a thread sends itself it may hear at once.
-          if (asking == sending.get()) return self->FinishSend(*sending, error);
-          self->shared_->Deliver([self, sending, error] { self->FinishSend(*sending, error); });
-        });
+    InTensorPipe([&] { pipe_->write(std::move(message), std::move(written)); });
   }
 
-  // Where TensorPipe finds no memory in the middle of it the process ends: the transport would
-  // stand still for good (tensorpipe/common/deferred_executor.h).
-  void Close() noexcept override {
+  void Close() override {
     closed_ = true;
     const Asking asks(this);
-    pipe_->close();
+    InTensorPipe([this] { pipe_->close(); });
   }
 
  private:
   struct Sending {
     Packet packet;
     SendDone done;
+  };
+  struct Preparing {
+    tensorpipe::Descriptor descriptor;
+    absl::StatusOr<std::shared_ptr<Incoming>> incoming = nullptr;  // made of it
   };
 
   void FinishSend(Sending& sending, const tensorpipe::Error& error) {
@@ -274,9 +299,10 @@ class PipeConnection final : public Connection,
   }
 
   void Start(std::shared_ptr<Receiver> receiver) {
+    auto read = OnDescriptor();  // before it counts, as there may be no memory for it
     receiver_ = std::move(receiver);
     shared_->Expect();
-    ReadNext();
+    InTensorPipe([&] { pipe_->readDescriptor(std::move(read)); });
   }
 
   PacketLimits limits() const {
@@ -287,55 +313,64 @@ class PipeConnection final : public Connection,
   }
 
   // The six below are one loop, each called after the callback of the one before, on the
-  // transport's threads.
+  // transport's threads. The receiver is to hear of its end, so nothing is thrown out of it.
   void ReadNext() {
-    pipe_->readDescriptor([self = shared_from_this()](const tensorpipe::Error& error,
-                                                      tensorpipe::Descriptor descriptor) {
+    InTensorPipe([this] { pipe_->readDescriptor(OnDescriptor()); });
+  }
+  tensorpipe::Pipe::read_descriptor_callback_fn OnDescriptor() {
+    return [self = shared_from_this()](const tensorpipe::Error& error,
+                                       tensorpipe::Descriptor descriptor) {
       self->shared_->Deliver([self, error, descriptor = std::move(descriptor)]() mutable {
         if (error) return self->Finish(self->Lost(error));
         self->Read(std::move(descriptor));
       });
-    });
+    };
   }
 
   void Read(tensorpipe::Descriptor descriptor) {
     if (!TakesLongToPrepare(descriptor)) {
       return ReadInto(Prepare(std::move(descriptor), limits(), shared_->gpus));
     }
-    const auto kept = std::make_shared<tensorpipe::Descriptor>(std::move(descriptor));
+    const auto kept = AwaitMemory([] { return std::make_shared<Preparing>(); });
+    kept->descriptor = std::move(descriptor);
     const auto prepare = [self = shared_from_this(), kept] {
-      auto incoming = Prepare(std::move(*kept), self->limits(), self->shared_->gpus);
-      self->shared_->loop->Run([self, incoming = std::move(incoming)]() mutable {
-        self->ReadInto(std::move(incoming));
+      kept->incoming = Prepare(std::move(kept->descriptor), self->limits(), self->shared_->gpus);
+      AwaitMemory([&] {
+        self->shared_->loop->Run([self, kept] { self->ReadInto(std::move(kept->incoming)); });
       });
     };
+    bool is_taken = false;
+    try {
+      is_taken = shared_->allocator.Schedule(prepare);
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as where there is no thread
+    }
     // Where the machine gives no thread for it, it takes its time here.
-    if (!shared_->allocator.Schedule(prepare)) prepare();
+    if (!is_taken) prepare();
   }
 
   void ReadInto(absl::StatusOr<std::shared_ptr<Incoming>> incoming) {
-    if (!incoming.ok()) {
-      return Finish(Annotate(incoming.status(), absl::StrCat("receiving from ", peer_)));
-    }
-    pipe_->read(std::move((*incoming)->allocation),
-                [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
-                  self->shared_->Deliver([self, in, error] {
-                    if (error) return self->Finish(self->Lost(error));
-                    if (!in->on_gpus) return self->Deliver(std::move(in->packet));
-                    self->AwaitGpus(in);
+    if (!incoming.ok()) return Finish(Receiving(incoming.status()));
+    InTensorPipe([&] {
+      pipe_->read(std::move((*incoming)->allocation),
+                  [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
+                    self->shared_->Deliver([self, in, error] {
+                      if (error) return self->Finish(self->Lost(error));
+                      if (!in->on_gpus) return self->Deliver(std::move(in->packet));
+                      self->AwaitGpus(in);
+                    });
                   });
-                });
+    });
   }
 
   // What a channel has read for a GPU is only in flight to it.
   void AwaitGpus(std::shared_ptr<Incoming> in) {
-    shared_->gpus->AfterArrival(
-        in->packet, [self = shared_from_this(), in](const absl::Status& arrived) {
-          self->shared_->Deliver([self, in, arrived] {
-            if (arrived.ok()) return self->Deliver(std::move(in->packet));
-            self->Finish(Annotate(arrived, absl::StrCat("receiving from ", self->peer_)));
-          });
-        });
+    shared_->gpus->AfterArrival(in->packet,
+                                [self = shared_from_this(), in](const absl::Status& arrived) {
+                                  self->shared_->Deliver([self, in, arrived] {
+                                    if (arrived.ok()) return self->Deliver(std::move(in->packet));
+                                    self->Finish(self->Receiving(arrived));
+                                  });
+                                });
   }
 
   void Deliver(Packet packet) {
@@ -355,7 +390,7 @@ class PipeConnection final : public Connection,
   }
 
   void Finish(absl::Status why) {
-    pipe_->close();
+    InTensorPipe([this] { pipe_->close(); });
     if (!greeted_) shared_->clock->Cancel(timer_);
     if (closed_ || shared_->closing) why = Cancelled();
     // Receivers often own their connection: let go of it, so that both can be destroyed.
@@ -363,14 +398,30 @@ class PipeConnection final : public Connection,
     shared_->Done();
   }
 
+  // What ends is said once: without a text where there is no memory for one.
+  template <typename Text>
+  static absl::Status MakeStatus(absl::StatusCode code, const Text& text) {
+    try {
+      return absl::Status(code, text());
+    } catch (const std::bad_alloc&) {
+      return absl::Status(code, "");  // which needs none
+    }
+  }
+  absl::Status Receiving(const absl::Status& why) const {
+    return MakeStatus(why.code(),
+                      [&] { return absl::StrCat("receiving from ", peer_, ": ", why.message()); });
+  }
   absl::Status Cancelled() const {
-    return absl::CancelledError(absl::StrCat("closed the connection to ", peer_));
+    return MakeStatus(absl::StatusCode::kCancelled,
+                      [this] { return absl::StrCat("closed the connection to ", peer_); });
   }
   absl::Status Lost(const tensorpipe::Error& error) const {
     if (closed_ || shared_->closing) return Cancelled();
     if (late_) {
-      return absl::UnavailableError(absl::StrCat(peer_, " did not finish connecting within ",
-                                                 absl::FormatDuration(kGreetingPatience)));
+      return MakeStatus(absl::StatusCode::kUnavailable, [this] {
+        return absl::StrCat(peer_, " did not finish connecting within ",
+                            absl::FormatDuration(kGreetingPatience));
+      });
     }
     auto code = absl::StatusCode::kUnavailable;
     if (const auto ours = error.castToType<TextError>(); ours != nullptr) {
@@ -382,7 +433,7 @@ class PipeConnection final : public Connection,
         code = absl::StatusCode::kAborted;
       }
     }
-    return absl::Status(code, absl::StrCat("lost ", peer_, ": ", Message(error)));
+    return MakeStatus(code, [&] { return absl::StrCat("lost ", peer_, ": ", Message(error)); });
   }
 
   // Constant after construction; synchronize themselves.
@@ -413,26 +464,34 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
 
  private:
   void AcceptNext() {
-    listener_->accept([self = shared_from_this()](const tensorpipe::Error& error,
-                                                  std::shared_ptr<tensorpipe::Pipe> pipe) {
-      self->shared_->Deliver([self, error, pipe = std::move(pipe)]() mutable {
-        if (error) return self->Finish(error);
-        self->Take(std::move(pipe));
+    InTensorPipe([this] {
+      listener_->accept([self = shared_from_this()](const tensorpipe::Error& error,
+                                                    std::shared_ptr<tensorpipe::Pipe> pipe) {
+        self->shared_->Deliver([self, error, pipe = std::move(pipe)]() mutable {
+          if (error) return self->Finish(error);
+          self->Take(std::move(pipe));
+          self->AcceptNext();
+        });
       });
     });
   }
 
   void Take(std::shared_ptr<tensorpipe::Pipe> pipe) {
-    // The name is the other end's word for itself.
-    std::string peer = absl::StrCat("'", absl::CHexEscape(pipe->getRemoteName().substr(0, 64)),
-                                    "' (who connected to us)");
-    auto connection = std::make_shared<PipeConnection>(shared_, std::move(pipe), std::move(peer));
+    std::shared_ptr<PipeConnection> connection;
+    try {
+      // The name is the other end's word for itself.
+      std::string peer = absl::StrCat("'", absl::CHexEscape(pipe->getRemoteName().substr(0, 64)),
+                                      "' (who connected to us)");
+      connection = std::make_shared<PipeConnection>(shared_, std::move(pipe), std::move(peer));
+    } catch (const std::bad_alloc&) {  // the pipe closes as it goes
+      DG_LOG(WARNING) << "refusing a connection: there is no memory for it";
+      return;
+    }
     if (auto receiver = accept_(connection)) {
       connection->AwaitGreeting(std::move(receiver));
     } else {
       connection->Close();
     }
-    AcceptNext();
   }
 
   void Finish(const tensorpipe::Error& error) {
@@ -499,16 +558,24 @@ class TensorPipeTransport final : public Transport {
       shared_->clock = own_clock_.get();
     }
     const Asking asks(this);
-    try {
-      std::shared_ptr<tensorpipe::Listener> listener = context_->listen({url});
-      std::string address = listener->url(scheme_);
-      std::make_shared<Acceptor>(shared_, std::move(listener), std::move(accept))->Start();
-      return address + shared_->GpusHere();
-    } catch (const std::exception& e) {
+    absl::StatusOr<std::shared_ptr<tensorpipe::Listener>> listener =
+        InTensorPipe([&]() -> absl::StatusOr<std::shared_ptr<tensorpipe::Listener>> {
+          try {
+            return context_->listen({url});
+          } catch (const std::bad_alloc&) {
+            throw;
+          } catch (const std::exception& e) {  // of a transport, before anything is handed in
+            return absl::UnavailableError(
+                absl::StrCat(Name(), " cannot listen on ", url, ": ", e.what()));
+          }
+        });
+    if (!listener.ok()) {
       listening_ = false;
-      return absl::UnavailableError(
-          absl::StrCat(Name(), " cannot listen on ", url, ": ", e.what()));
+      return listener.status();
     }
+    std::string address = (*listener)->url(scheme_) + shared_->GpusHere();
+    std::make_shared<Acceptor>(shared_, *std::move(listener), std::move(accept))->Start();
+    return address;
   }
 
   absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string& full_address,
@@ -518,14 +585,13 @@ class TensorPipeTransport final : public Transport {
     DG_RETURN_IF_ERROR(Annotate(CheckAddress(address), absl::StrCat(Name(), " cannot connect")));
     const Asking asks(this);
     try {
-      auto pipe = context_->connect(address);
+      auto pipe = InTensorPipe([&] { return context_->connect(address); });
       auto connection =
           std::make_shared<PipeConnection>(shared_, std::move(pipe), PublicPart(address));
       connection->Greet(gpus_there, std::move(receiver));
       return connection;
-    } catch (const std::exception& e) {
-      return absl::UnavailableError(
-          absl::StrCat(Name(), " cannot connect to ", PublicPart(address), ": ", e.what()));
+    } catch (const std::bad_alloc&) {  // which says nothing of the other end
+      return StatusFromStdException(std::current_exception());
     }
   }
 

@@ -1,6 +1,8 @@
 // Makes the connections and listeners that TensorPipe asks for.
 #include "core/transport/tensorpipe/socket/socket_transport.h"
 
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -20,6 +22,14 @@ namespace {
 
 using tensorpipe::AbstractNopHolder;
 
+// Returns what calls TensorPipe's `fn`, and ends the process where that throws: it has found no
+// memory in the middle of something, and its executor takes this thread for the one that runs what
+// is handed in, for good (tensorpipe/common/deferred_executor.h). The transport would stand still.
+template <typename... Arguments>
+std::function<void(Arguments...)> Whole(std::function<void(Arguments...)> fn) {
+  return [fn = std::move(fn)](Arguments... arguments) noexcept { fn(arguments...); };
+}
+
 // What TensorPipe holds: it may let go without closing.
 class ConnectionHandle final : public tensorpipe::transport::Connection, public HasPeerProcess {
  public:
@@ -27,18 +37,18 @@ class ConnectionHandle final : public tensorpipe::transport::Connection, public 
       : connection_(std::move(connection)) {}
   ~ConnectionHandle() override { connection_->Close(); }
 
-  void read(read_callback_fn fn) override { connection_->Read(nullptr, 0, std::move(fn)); }
+  void read(read_callback_fn fn) override { connection_->Read(nullptr, 0, Whole(std::move(fn))); }
   void read(void* data, size_t size, read_callback_fn fn) override {
-    connection_->Read(data, size, std::move(fn));
+    connection_->Read(data, size, Whole(std::move(fn)));
   }
   void read(AbstractNopHolder& object, read_nop_callback_fn fn) override {
-    connection_->Read(&object, std::move(fn));
+    connection_->Read(&object, Whole(std::move(fn)));
   }
   void write(const void* data, size_t size, write_callback_fn fn) override {
-    connection_->Write(data, size, std::move(fn));
+    connection_->Write(data, size, Whole(std::move(fn)));
   }
   void write(const AbstractNopHolder& object, write_callback_fn fn) override {
-    connection_->Write(object, std::move(fn));
+    connection_->Write(object, Whole(std::move(fn)));
   }
   void setId(std::string) override {}
   void close() override { connection_->Close(); }
@@ -55,10 +65,11 @@ class ListenerHandle final : public tensorpipe::transport::Listener {
   ~ListenerHandle() override { listener_->Close(); }
 
   void accept(accept_callback_fn fn) override {
-    listener_->Accept([fn = std::move(fn)](const tensorpipe::Error& error,
-                                           std::shared_ptr<SocketConnection> connection) {
-      if (error) return fn(error, nullptr);
-      fn(error, std::make_shared<ConnectionHandle>(std::move(connection)));
+    listener_->Accept([fn = Whole(std::move(fn))](const tensorpipe::Error& error,
+                                                  std::shared_ptr<SocketConnection> connection) {
+      std::shared_ptr<ConnectionHandle> handle;
+      if (!error) handle = std::make_shared<ConnectionHandle>(std::move(connection));
+      fn(error, std::move(handle));
     });
   }
   std::string addr() const override { return listener_->address(); }
