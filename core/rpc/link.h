@@ -45,7 +45,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     // Returns false if its call has ended; then it does not leave.
     virtual bool OnLeaving(uint64_t call, Packet& request) = 0;
     // Says that the link has ended; called once, and last. `is_there`: a process is at the other
-    // end, which has not admitted this one.
+    // end, which has not admitted this one, or may be, to which no way leads.
     virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) = 0;
   };
 

@@ -64,9 +64,9 @@ std::vector<WorkerRank> MemberWatch::Tick(bool is_first,
 
 // A connection that was good and breaks says little: its peer may have closed it. So another one is
 // tried, which first asks the store whether the peer has left or come back elsewhere. If that is
-// refused at once nobody is there. If it is not answered, or not taken in, the peer may be stopped
-// or short of something, and has as long to go on as on a connection that stands. If this worker
-// lacks the means to try it knows nothing.
+// refused at once nobody is there. If it is not answered, or not taken in, or no way leads there,
+// the peer may be stopped, short of something or cut off, and has as long to go on as on a
+// connection that stands. If this worker lacks the means to try it knows nothing.
 MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::Status& why,
                                            absl::Time now) {
   absl::MutexLock lock(&mu_);

@@ -25,10 +25,11 @@ class Receiver {
   virtual void OnPacket(Packet packet) = 0;
 
   // Says that the connection is over; called exactly once, and last. `why` is never OK: kCancelled
-  // after our own Close, kUnavailable when the other end went away, kResourceExhausted when this
-  // process lacks file descriptors or memory, which says nothing of the other end, and kAborted
-  // when a process is there that has not said that it admitted this one: it may be short of those,
-  // have another key, or have ended right then.
+  // after our own Close, kUnavailable when the other end went away, or nobody listens there,
+  // kResourceExhausted when this process lacks file descriptors, ports or memory, which says
+  // nothing of the other end, and kAborted when a process may be there that has not said that it
+  // admitted this one: it may be short of those, have another key, or have ended right then; or the
+  // network does not lead there.
   virtual void OnClosed(absl::Status why) = 0;
 };
 

@@ -493,6 +493,20 @@ TEST_F(HostileClientTest, AListenerThatCanMakeNoSessionSaysSoInItsLogAndServesLa
   ExpectServes();
 }
 
+// One that can make none itself says so: that is nobody else's word, nor about anybody else.
+TEST_F(HostileClientTest, AClientThatCanMakeNoSessionLacksTheMeans) {
+  Start(WithKey(kKey));
+  const NoTls none;
+  TensorPipeOptions options = WithKey(kKey);
+  options.unix_sockets = false;  // which are not encrypted
+  auto client = NewTransport(options);
+  auto receiver = std::make_shared<RecordingReceiver>();
+  const auto connection = client->Connect(address_, receiver);
+  ASSERT_TRUE(connection.ok()) << connection.status();
+  const absl::Status why = receiver->AwaitClosed();
+  EXPECT_EQ(why.code(), absl::StatusCode::kResourceExhausted) << why;
+}
+
 // docs/security.md says what they cost, of whom there may be hundreds.
 TEST_F(HostileClientTest, AClientInItsHandshakeCostsLessThanAKilobyte) {
   TensorPipeOptions options = WithKey(kKey);

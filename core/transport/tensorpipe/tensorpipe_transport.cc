@@ -428,6 +428,7 @@ class PipeConnection final : public Connection,
       if (ours->cause() == TextError::Cause::kExhausted)
         code = absl::StatusCode::kResourceExhausted;
       if (ours->cause() == TextError::Cause::kNotTakenIn ||
+          ours->cause() == TextError::Cause::kNotReached ||
           ours->cause() == TextError::Cause::kRefused ||
           ours->cause() == TextError::Cause::kRefuses) {
         code = absl::StatusCode::kAborted;

@@ -22,6 +22,7 @@
 #include "absl/synchronization/notification.h"
 #include "core/base/event_loop.h"
 #include "core/base/fake_clock.h"
+#include "core/net/endpoint.h"
 #include "core/transport/transport_conformance.h"
 #include "core/transport/transport_testing.h"
 #include "gtest/gtest.h"
@@ -275,6 +276,21 @@ TEST(TensorPipeTransportTest, WhoHasNoDescriptorsLeftSaysSo) {
     EXPECT_EQ(why.code(), absl::StatusCode::kResourceExhausted) << why;
     EXPECT_TRUE(absl::StrContains(why.message(), "Too many open files")) << why;
   }
+}
+
+// Nor does a network that does not lead there.
+TEST(TensorPipeTransportTest, WhereNoWayLeadsSomebodyMayBe) {
+  auto server = NewTransport(TensorPipeOptions());
+  auto client = NewTransport(TensorPipeOptions());
+  const std::string scheme = "socket://";
+  const std::string address = server->Listen([](auto) { return nullptr; }).value();
+  Endpoint endpoint = ParseEndpoint(address.substr(scheme.size())).value();
+  endpoint.place = "";
+  endpoint.tcp = "224.0.0.1:9";  // nobody connects to a group
+  auto receiver = std::make_shared<RecordingReceiver>();
+  auto connection = client->Connect(scheme + FormatEndpoint(endpoint), receiver).value();
+  const absl::Status why = receiver->AwaitClosed();
+  EXPECT_EQ(why.code(), absl::StatusCode::kAborted) << why;
 }
 
 // A client that goes away before it said who it is.

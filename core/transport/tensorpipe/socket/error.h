@@ -21,6 +21,7 @@ class TextError final : public tensorpipe::BaseError {
     kRefused,     // likewise: the other end has refused this one's certificate
     kRefuses,     // likewise: this end has refused the certificate that it was shown
     kNobodyListens,
+    kNotReached,  // the way there ends, or is long: whether a process is there is not known
   };
 
   TextError(std::string what, Cause cause) : what_(std::move(what)), cause_(cause) {}

@@ -69,7 +69,8 @@ std::string Head(uint64_t size) {
 
 SocketConnection::SocketConnection(std::shared_ptr<Loop> loop)
     : loop_(std::move(loop)), strand_([this](std::exception_ptr thrown) {
-        Fail(StatusFromStdException(std::move(thrown)).message());
+        const absl::Status why = StatusFromStdException(std::move(thrown));
+        Fail(why.message(), CauseOf(why));
       }) {}
 
 std::shared_ptr<SocketConnection> SocketConnection::Adopt(std::shared_ptr<Loop> loop, Fd fd,
@@ -108,7 +109,9 @@ std::shared_ptr<SocketConnection> SocketConnection::Connect(std::shared_ptr<Loop
         options.unix_sockets && !ThisPlace().empty() && self->endpoint_.place == ThisPlace();
     auto handshake = Handshake::Create(Handshake::Role::kClient, options.key, self->endpoint_.token,
                                        options.certificates != nullptr, options.encrypts_unix);
-    if (!handshake.ok()) return self->Fail(handshake.status().message());
+    if (!handshake.ok()) {
+      return self->Fail(handshake.status().message(), TextError::Cause::kExhausted);
+    }
     self->handshake_ = *std::move(handshake);
     if (!self->is_unix_ && IsLoopback(self->endpoint_.tcp) &&
         !SharesLoopback(self->endpoint_.place)) {
@@ -233,7 +236,7 @@ void SocketConnection::AddToLoop(uint32_t events) {
   if (id_ == 0) id_ = loop_->Add(shared_from_this());
   if (id_ == 0) return Fail("the transport is closed");
   if (absl::Status watched = loop_->Watch(id_, fd_.get(), events); !watched.ok()) {
-    Fail(watched.message());
+    Fail(watched.message(), CauseOf(watched));
   }
 }
 
@@ -305,7 +308,8 @@ void SocketConnection::ShakeHands() {
 void SocketConnection::StartTls() {
   absl::StatusOr<std::unique_ptr<TlsSession>> tls =
       TlsSession::Create(*handshake_, options_.certificates);
-  if (!tls.ok()) return Fail(tls.status().message());
+  // This process cannot make one; the other end has no part in it.
+  if (!tls.ok()) return Fail(tls.status().message(), TextError::Cause::kExhausted);
   tls_ = *std::move(tls);
   state_ = State::kEstablishingTls;
 }
@@ -410,7 +414,8 @@ bool SocketConnection::StartFrame() {
   } else {
     storage_.reset(new (std::nothrow) uint8_t[size]);  // not cleared
     if (storage_ == nullptr) {
-      Fail(absl::StrCat("there is no memory for a frame of ", size, " bytes"));
+      Fail(absl::StrCat("there is no memory for a frame of ", size, " bytes"),
+           TextError::Cause::kExhausted);
       return false;
     }
     frame_ = storage_.get();
@@ -695,8 +700,10 @@ bool SocketConnection::Encrypt() {
 
 void SocketConnection::FailErrno(absl::string_view what, int error) {
   const absl::Status status = ErrnoStatus(error, what);
-  Fail(status.message(),
-       error == ECONNREFUSED ? TextError::Cause::kNobodyListens : CauseOf(status));
+  // Where all ports are in use that a connection can come from connect() finds no address.
+  Fail(status.message(), error == ECONNREFUSED    ? TextError::Cause::kNobodyListens
+                         : error == EADDRNOTAVAIL ? TextError::Cause::kExhausted
+                                                  : CauseOf(status));
 }
 
 void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
@@ -704,6 +711,9 @@ void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
   if (cause == TextError::Cause::kOther &&
       (state_ == State::kShakingHands || state_ == State::kEstablishingTls)) {
     cause = TextError::Cause::kNotTakenIn;
+  }
+  if (cause == TextError::Cause::kOther && state_ == State::kConnecting) {
+    cause = TextError::Cause::kNotReached;
   }
   state_ = State::kClosed;
   try {

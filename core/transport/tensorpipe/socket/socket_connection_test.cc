@@ -1,7 +1,10 @@
 // Turns of the loop between a connection with much to read and the others.
 #include "core/transport/tensorpipe/socket/socket_connection.h"
 
+#include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include <cstdint>
@@ -22,10 +25,36 @@
 #include "core/net/handshake.h"
 #include "core/net/loop.h"
 #include "core/net/tls.h"
+#include "core/transport/tensorpipe/socket/error.h"
 #include "core/transport/tensorpipe/socket/socket_listener.h"
 #include "core/transport/tensorpipe/socket/socket_options.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
+
+namespace {
+
+thread_local int connect_error = 0, watch_error = 0;  // of this thread; 0: none
+
+template <typename F>
+F* Real(const char* name) {
+  return reinterpret_cast<F*>(dlsym(RTLD_NEXT, name));
+}
+
+}  // namespace
+
+// These stand before those of libc, and fail where they are to.
+extern "C" int connect(int fd, const sockaddr* address, socklen_t size) {
+  static auto* const real = Real<decltype(connect)>("connect");
+  if (connect_error == 0) return real(fd, address, size);
+  errno = connect_error;
+  return -1;
+}
+extern "C" int epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
+  static auto* const real = Real<decltype(epoll_ctl)>("epoll_ctl");
+  if (watch_error == 0 || operation != EPOLL_CTL_ADD) return real(epoll, operation, fd, event);
+  errno = watch_error;
+  return -1;
+}
 
 namespace distgrad {
 namespace {
@@ -95,6 +124,83 @@ TEST(SocketConnectionTest, WithoutMemoryItEndsAllTheSame) {
       loop->Join();
     }
   }
+}
+
+using Cause = TextError::Cause;
+
+// Has a connection begin whose allocation number `nth` fails (none if negative), and returns why it
+// ends; nullopt where it does not begin.
+std::optional<Cause> WhyItEnds(int nth, bool* failed) {
+  const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+  Endpoint endpoint;
+  endpoint.tcp = "127.0.0.1:1";
+  std::shared_ptr<SocketConnection> connection;
+  FailAllocation(nth);
+  try {
+    connection = SocketConnection::Connect(loop, endpoint, {});
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the result says so
+  }
+  *failed = FailAllocation(-1);
+  std::optional<Cause> cause;
+  if (connection != nullptr) {
+    absl::Notification ended;
+    connection->Read(nullptr, 0, [&](const tensorpipe::Error& error, const void*, size_t) {
+      const auto text = error.castToType<TextError>();
+      if (text != nullptr) cause = text->cause();
+      ended.Notify();
+    });
+    ended.WaitForNotification();
+  }
+  loop->Close();
+  loop->Join();
+  return cause;
+}
+
+// That says nothing of the other end, which a watcher would take for lost.
+TEST(SocketConnectionTest, WithoutMemoryItSaysSo) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const std::optional<Cause> cause = WhyItEnds(nth, &failed);
+    if (cause.has_value()) {
+      EXPECT_EQ(*cause, failed ? Cause::kExhausted : Cause::kNobodyListens);
+    }
+  }
+}
+
+// Nor do most errors: one alone says that nobody listens there.
+TEST(SocketConnectionTest, WhatConnectingFailsWithSaysWhetherSomebodyMayBeThere) {
+  const std::pair<int, Cause> causes[] = {
+      {ECONNREFUSED, Cause::kNobodyListens}, {ENETUNREACH, Cause::kNotReached},
+      {EHOSTUNREACH, Cause::kNotReached},    {EACCES, Cause::kNotReached},
+      {EADDRNOTAVAIL, Cause::kExhausted},    {ENOBUFS, Cause::kExhausted}};
+  bool failed;
+  for (const auto& [error, cause] : causes) {
+    SCOPED_TRACE(error);
+    connect_error = error;
+    EXPECT_EQ(WhyItEnds(/*nth=*/-1, &failed), cause);
+    connect_error = 0;
+  }
+}
+
+// As beyond the limit on what a user may watch (fs.epoll.max_user_watches).
+TEST(SocketConnectionTest, OneThatCannotBeWatchedSaysSo) {
+  const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+  Endpoint endpoint;
+  endpoint.tcp = "127.0.0.1:1";
+  connect_error = EINPROGRESS;
+  watch_error = ENOSPC;
+  const auto connection = SocketConnection::Connect(loop, endpoint, {});
+  connect_error = watch_error = 0;
+  bool is_over = false;
+  connection->Read(nullptr, 0, [&](const tensorpipe::Error& error, const void*, size_t) {
+    is_over = true;
+    EXPECT_EQ(error.castToType<TextError>()->cause(), Cause::kExhausted) << error.what();
+  });
+  EXPECT_TRUE(is_over);
+  connection->Close();
+  loop->Close();
+  loop->Join();
 }
 
 // Each waits for its own, and the loop for the connection.
