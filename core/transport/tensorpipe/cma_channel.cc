@@ -10,6 +10,9 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
+#include <memory>
+#include <new>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -38,6 +41,11 @@ using tensorpipe::CpuBuffer;
 using tensorpipe::Error;
 using tensorpipe::transport::Connection;
 using Done = std::function<void(const Error&)>;
+
+// Made before main(), for later there may be no memory for them.
+const Error* const kNoMemory = new Error(MakeError("out of memory", TextError::Cause::kExhausted));
+const Error* const kNoPeerProcess = new Error(
+    MakeError("the other end offers its memory, but is not connected over a Unix-domain socket"));
 
 // The thread of the sockets copies so much at most before it serves others. More is copied by
 // several threads, in such pieces.
@@ -77,8 +85,16 @@ int CopyFrom(pid_t process, uint64_t address, void* target, size_t size) {
 // The threads that copy, for all channels of a context. Thread-safe.
 class Copiers {
  public:
-  // False once the context has been joined: then nobody else will run `task`.
-  bool Schedule(const std::function<void()>& task) { return threads_.Schedule(task); }
+  // False once the context has been joined, or where there is no memory for it: then nobody else
+  // will run `task`.
+  template <typename Task>
+  bool Schedule(const Task& task) {
+    try {
+      return threads_.Schedule(task);
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+  }
   void Join() { threads_.Join(); }
 
   // Whether the calling thread is to copy so much itself.
@@ -88,7 +104,11 @@ class Copiers {
     const size_t before = self->copied_.load(std::memory_order_relaxed);
     if (size > kPiece - before) return false;
     // One message may have thousands of tensors.
-    if (before == 0 && size > 0) loop->Run([self] { self->copied_ = 0; });
+    try {
+      if (before == 0 && size > 0) loop->Run([self] { self->copied_ = 0; });
+    } catch (const std::bad_alloc&) {
+      return false;  // nothing would end this turn
+    }
     self->copied_.store(before + size, std::memory_order_relaxed);
     return true;
   }
@@ -168,6 +188,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     std::atomic<size_t> begun{0};
     std::atomic<size_t> left{0};  // pieces
     std::atomic<int> failure{0};  // errno
+    std::shared_ptr<Copy> next;   // of those that have come; guarded by mu_
   };
 
   void Reclaim(Loan& loan) {
@@ -186,15 +207,15 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
       // As the kernel says it, not the other end, which might name somebody else's process.
       const auto* peer = dynamic_cast<const HasPeerProcess*>(offers_.get());
       if (peer != nullptr) copy->process = peer->PeerProcess();
-      if (copy->process == 0) {
-        copy->error = MakeError(
-            "the other end offers its memory, but is not connected over a Unix-domain socket");
-      }
+      if (copy->process == 0) copy->error = *kNoPeerProcess;
     }
     {
       absl::MutexLock lock(&mu_);
-      copies_.push_back(copy);
-      if (copies_.size() > 1) return;
+      // A list of their own, which needs no memory: nobody else would tell either end.
+      const bool is_first = first_copy_ == nullptr;
+      (is_first ? first_copy_ : last_copy_->next) = copy;
+      last_copy_ = copy.get();
+      if (!is_first) return;
     }
     Begin(std::move(copy));
   }
@@ -214,7 +235,7 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     copy->left = pieces;
     for (size_t i = std::min(pieces, CopyThreads()); i > 0; --i) {
       const auto help = [self = shared_from_this(), copy] { self->CopyPieces(copy); };
-      // The channel is being closed: there is no other thread any more.
+      // The channel is being closed, say: there is no other thread.
       if (!copiers_->Schedule(help)) help();
     }
   }
@@ -237,23 +258,26 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
     if (!copy.error && copy.failure == 0) {
       copy.failure = CopyFrom(copy.process, copy.from.lease_address, &lease, sizeof(lease));
     }
-    if (copy.failure != 0) {
-      copy.error = MakeError(absl::StrCat("copying ", copy.size, " bytes out of process ",
-                                          copy.process, ": ", strerror(copy.failure)));
-    } else if (!copy.error && (lease == 0 || lease != copy.from.lease)) {
-      copy.error = MakeError(absl::StrCat("copying ", copy.size, " bytes out of process ",
-                                          copy.process, ": it has taken its memory back"));
+    // Both ends wait to hear of it.
+    try {
+      if (copy.failure != 0) {
+        copy.error = MakeError(absl::StrCat("copying ", copy.size, " bytes out of process ",
+                                            copy.process, ": ", strerror(copy.failure)));
+      } else if (!copy.error && (lease == 0 || lease != copy.from.lease)) {
+        copy.error = MakeError(absl::StrCat("copying ", copy.size, " bytes out of process ",
+                                            copy.process, ": it has taken its memory back"));
+      } else if (!copy.error) {
+        static const uint8_t kTaken = 1;
+        taken_->write(&kTaken, sizeof(kTaken), [](const Error&) {});
+      }
+    } catch (const std::bad_alloc&) {
+      copy.error = *kNoMemory;
     }
-    if (copy.error) {
-      Close();
-    } else {
-      static const uint8_t kTaken = 1;
-      taken_->write(&kTaken, sizeof(kTaken), [](const Error&) {});
-    }
+    if (copy.error) Close();
     std::exchange(copy.done, nullptr)(copy.error);
     absl::MutexLock lock(&mu_);
-    copies_.pop_front();
-    return copies_.empty() ? nullptr : copies_.front();
+    first_copy_ = std::move(copy.next);
+    return first_copy_;
   }
 
   // Constant after construction; synchronize themselves.
@@ -265,8 +289,9 @@ class CmaChannel final : public std::enable_shared_from_this<CmaChannel> {
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   // Begins with a random number: memory that was freed and is used again does not hold the next.
   uint64_t last_lease_ ABSL_GUARDED_BY(mu_) = RandomNumber();
-  std::deque<std::shared_ptr<Loan>> loans_ ABSL_GUARDED_BY(mu_);   // as the other end takes them
-  std::deque<std::shared_ptr<Copy>> copies_ ABSL_GUARDED_BY(mu_);  // the first is being copied
+  std::deque<std::shared_ptr<Loan>> loans_ ABSL_GUARDED_BY(mu_);  // as the other end takes them
+  std::shared_ptr<Copy> first_copy_ ABSL_GUARDED_BY(mu_);         // is being copied
+  Copy* last_copy_ ABSL_GUARDED_BY(mu_) = nullptr;                // if there is a first one
 };
 
 // What TensorPipe holds: it may let go without closing.

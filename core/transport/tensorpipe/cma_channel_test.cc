@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <string>
 #include <thread>
@@ -17,6 +18,8 @@
 
 #include "absl/base/attributes.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/time.h"
 #include "core/base/event_loop.h"
 #include "core/base/future.h"
 #include "core/net/endpoint.h"
@@ -29,6 +32,7 @@
 #include "tensorpipe/common/cpu_buffer.h"
 #include "tensorpipe/transport/connection.h"
 #include "tensorpipe/transport/listener.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -335,6 +339,54 @@ TEST_F(CmaChannelTest, OnlyOverUnixDomainSockets) {
   EXPECT_THAT(*Receive(*far_channel_, received).Wait(), HasSubstr("Unix-domain socket"));
   EXPECT_NE(*gone.Wait(), "");
   EXPECT_NE(received, sent);
+}
+
+// The receiver alone has no memory: where it copies itself, and where others are to copy; an error,
+// too, is heard at both ends.
+TEST_F(CmaChannelTest, WithoutMemoryBothEndsHearOfIt) {
+  for (const bool has_lease : {true, false}) {
+    for (const size_t size : {size_t{100}, 5 * kMiB}) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        SCOPED_TRACE(absl::StrCat(has_lease, ", ", size, " bytes, allocation ", nth));
+        near_channel_ = far_channel_ = nullptr;
+        Connect(listener_->addr());
+        const std::vector<uint8_t> bytes = Bytes(size, 1);
+        std::vector<uint8_t> received(size);
+        const uint64_t lease = has_lease ? 7 : 0;
+        const uint64_t offer[] = {reinterpret_cast<uint64_t>(bytes.data()),
+                                  reinterpret_cast<uint64_t>(&lease), 7};
+        uint8_t taken = 0;
+        bool was_taken = false, arrived = false;
+        absl::Notification told_near, told_far;
+        // The callbacks need no memory themselves.
+        near_[1]->read(&taken, 1, [&](const Error& error, const void*, size_t) {
+          was_taken = !error;
+          told_near.Notify();
+        });
+        const auto on_received = [&](const Error& error) {
+          arrived = !error;
+          told_far.Notify();
+        };
+        far_channel_->recv(CpuBuffer{.ptr = received.data()}, size, std::ref(on_received));
+        loop_->Run([nth] { FailAllocation(nth); });
+        near_[0]->write(offer, sizeof(offer), [](const Error&) {});
+        ASSERT_TRUE(told_far.WaitForNotificationWithTimeout(absl::Seconds(30)));
+        ASSERT_TRUE(told_near.WaitForNotificationWithTimeout(absl::Seconds(30)));
+        absl::Notification over;
+        loop_->Run([&] {
+          failed = FailAllocation(-1);
+          over.Notify();
+        });
+        over.WaitForNotification();
+        EXPECT_EQ(was_taken, arrived);
+        if (arrived) {
+          EXPECT_TRUE(has_lease);
+          EXPECT_TRUE(received == bytes);
+        }
+      }
+    }
+  }
 }
 
 // One message may have thousands of tensors. The thread of the sockets copies few of them before it
