@@ -1,0 +1,80 @@
+// Links that are opened over connections on which there is no memory to say hello.
+#include "core/rpc/link_table.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "core/base/fake_clock.h"
+#include "core/base/trace.h"
+#include "core/rpc/call_table.h"
+#include "core/rpc/peers.h"
+#include "core/transport/transport.h"
+
+namespace distgrad {
+namespace {
+
+// Finds no memory for what is sent. For one thread.
+class FullConnection : public Connection {
+ public:
+  explicit FullConnection(std::shared_ptr<Receiver> receiver) : receiver_(std::move(receiver)) {}
+  void Send(Packet, SendDone) override { throw std::bad_alloc(); }
+  void Close() override {
+    closed = true;
+    if (const auto receiver = std::move(receiver_)) {
+      receiver->OnClosed(absl::CancelledError("closed"));
+    }
+  }
+
+  bool closed = false;
+
+ private:
+  std::shared_ptr<Receiver> receiver_;
+};
+
+// Makes such connections. For one thread.
+class FullTransport : public Transport {
+ public:
+  absl::StatusOr<std::string> Listen(Accept) override { return "full://"; }
+  absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string&,
+                                                      std::shared_ptr<Receiver> receiver) override {
+    connections.push_back(std::make_shared<FullConnection>(std::move(receiver)));
+    return connections.back();
+  }
+  std::string Name() const override { return "full"; }
+
+  std::vector<std::shared_ptr<FullConnection>> connections;
+};
+
+// It would stay open, with the link as its receiver, until the peer gives it up.
+TEST(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
+  FakeClock clock;
+  FullTransport transport;
+  const auto peers = std::make_shared<Peers>(10);
+  std::vector<WorkerInfo> workers(2);
+  for (WorkerRank rank = 0; rank < 2; ++rank) {
+    workers[rank].rank = rank;
+    workers[rank].name = std::string(1, static_cast<char>('a' + rank));
+    workers[rank].incarnation = 1;
+  }
+  ASSERT_TRUE(peers->Start(workers[0], workers).ok());
+  const auto calls =
+      std::make_shared<CallTable>(&clock, Limits{}, std::make_shared<TraceRecorder>(), peers);
+  const auto links = std::make_shared<LinkTable>(&clock, &transport, /*directory=*/nullptr,
+                                                 absl::InfiniteDuration(), Limits{}, peers, calls);
+  links->Start();
+  const std::weak_ptr<Link> link = *links->To(1);
+  link.lock()->Send(Packet{"x", {}});
+  ASSERT_EQ(transport.connections.size(), 1u);
+  EXPECT_TRUE(transport.connections[0]->closed);
+  EXPECT_TRUE(link.expired());
+  links->Close(absl::CancelledError("end"));
+}
+
+}  // namespace
+}  // namespace distgrad
