@@ -218,7 +218,6 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
       }
       incoming->allocation.tensors.push_back(target);
     }
-    packet.bytes = std::move(descriptor.metadata);
     for (size_t i = 0; i < positions.size(); ++i) {
       tensorpipe::Allocation::Payload target;
       if (positions[i] == kBytesPosition) {
@@ -229,6 +228,8 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
       }
       incoming->allocation.payloads.push_back(target);
     }
+    // Last: where there is no memory for the rest Discard() needs them.
+    if (!bytes_apart) packet.bytes = std::move(descriptor.metadata);
     return incoming;
   } catch (const std::bad_alloc&) {
     const absl::Status lost = absl::ResourceExhaustedError(

@@ -12,6 +12,7 @@
 #include "core/transport/tensorpipe/socket/peer_process.h"
 #include "gtest/gtest.h"
 #include "tensorpipe/common/cpu_buffer.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -185,6 +186,31 @@ TEST(NoMemoryTest, APacketDoesNotComeWithoutItsBytes) {
   descriptor.tensors = {Tensor(kTooMuch)};
   descriptor.payloads = {{5, Position(1)}, {kTooMuch, Position(kBytesPosition)}};
   EXPECT_EQ(Prepare(descriptor, limits).status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+// Whichever allocation fails: a packet has its bytes, or does not come.
+TEST(NoMemoryTest, NoPacketComesWithoutTheBytesOfItsMessage) {
+  PacketLimits limits = kLimits;
+  limits.can_discard = true;
+  const std::string bytes(100, 'x');
+  bool failed = true;
+  int without_segments = 0;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    Descriptor descriptor;
+    descriptor.metadata = bytes;
+    descriptor.payloads = {{5, Position(0)}};
+    FailAllocation(nth);
+    const auto incoming = Prepare(std::move(descriptor), limits);
+    failed = FailAllocation(-1);
+    if (!incoming.ok()) {
+      EXPECT_TRUE(absl::IsResourceExhausted(incoming.status())) << incoming.status();
+      continue;
+    }
+    EXPECT_EQ((*incoming)->packet.bytes, bytes);
+    without_segments += (*incoming)->packet.segments.empty();
+  }
+  EXPECT_GT(without_segments, 0);
 }
 
 TEST(HostileDescriptorTest, TooManySegments) {
