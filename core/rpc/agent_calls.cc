@@ -87,9 +87,7 @@ uint64_t Agent::Call(WorkerRank to, Request request, const CallTerms& terms, Rep
       calls_->Drop(begun->number);
       throw;
     }
-    if (terms.deadline != absl::InfiniteFuture() && terms.deadline <= clock_->Now()) {
-      calls_->EndLate(begun->number, **link, size);
-    }
+    calls_->EndIfLate(begun->number, terms.deadline, **link, size);
     return begun->number;
   }
 }

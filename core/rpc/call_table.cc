@@ -139,14 +139,19 @@ void CallTable::EndWithError(Call call, const absl::Status& why) {
   End(std::move(call), error);
 }
 
-void CallTable::EndLate(uint64_t number, Link& link, uint64_t bytes) {
+void CallTable::EndIfLate(uint64_t number, absl::Time deadline, Link& link, uint64_t bytes) {
+  if (deadline == absl::InfiniteFuture()) return;
+  const bool is_late = deadline <= clock_->Now();
+  if (!is_late && number > without_timer_) return;
   std::optional<Call> late;
   {
     absl::MutexLock lock(&mu_);
     const auto found = calls_.find(number);
     if (found != calls_.end()) late = TakeOut(found);
   }
-  if (late.has_value()) return EndEarly(number, *std::move(late), late_);
+  if (late.has_value()) {
+    return EndEarly(number, *std::move(late), is_late ? late_ : no_timer_);
+  }
   // Its own cancel went before its request, and found nothing.
   try {
     SendCancel(link, number, bytes);
@@ -293,6 +298,7 @@ void CallTable::EndThoseWithDeadlines(const Arming& arming) {
     if (timer_.number != arming.number) return;  // one that is to fire earlier has taken its place
     timer_ = {};
     last = last_call_;
+    without_timer_ = last;
   }
   EndAll(
       [last](uint64_t number, const Call& call) {

@@ -3,6 +3,7 @@
 #ifndef DISTGRAD_CORE_RPC_CALL_TABLE_H_
 #define DISTGRAD_CORE_RPC_CALL_TABLE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -89,9 +90,10 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   // Canceller: ends it with kCancelled, and tells the worker that serves it.
   void Cancel(uint64_t number) override;
   // Ends a call of so many bytes, whose deadline has passed by the time its request was sent over
-  // that link, as the timer does; and tells the worker that serves it, behind the request. Before
-  // that, so that the error is not what that worker makes of it.
-  void EndLate(uint64_t number, Link& link, uint64_t bytes);
+  // that link, as the timer does, or that has lost its timer by then; and tells the worker that
+  // serves it, behind the request. Before that, so that the error is not what that worker makes of
+  // it.
+  void EndIfLate(uint64_t number, absl::Time deadline, Link& link, uint64_t bytes);
   // Ends the calls that went over a link, and those that wait for it: the contexts of both are
   // lost.
   void EndCallsOver(const Link& link, const absl::Status& why);
@@ -143,7 +145,11 @@ class CallTable : public Canceller, public std::enable_shared_from_this<CallTabl
   const absl::Status late_ = absl::DeadlineExceededError("no answer before the deadline");
   const absl::Status no_timer_ =
       absl::ResourceExhaustedError("there is no memory for the timer of its deadline");
-  CallMetrics metrics_;  // synchronizes itself
+  // Synchronize themselves.
+  CallMetrics metrics_;
+  // Those up to this number that have a deadline have ended, or are about to, for want of a timer;
+  // maybe before their requests were sent.
+  std::atomic<uint64_t> without_timer_{0};
 
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;

@@ -16,6 +16,7 @@
 #include "core/base/trace.h"
 #include "core/base/wire.h"
 #include "core/rpc/frame.h"
+#include "core/transport/transport.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
 
@@ -219,13 +220,59 @@ TEST_F(CallTableTest, WhereThereIsNoMemoryForATimerThoseThatNeedOneEnd) {
   }
 }
 
+// Keeps what is sent. For one thread.
+class KeepingConnection : public Connection {
+ public:
+  void Send(Packet packet, SendDone done) override {
+    sent.push_back(std::move(packet.bytes));
+    if (done) done(absl::OkStatus());
+  }
+  void Close() override {}
+
+  std::vector<std::string> sent;
+};
+
+// What cancels it there would find nothing before that.
+TEST_F(CallTableTest, OneThatHasLostItsTimerBeforeItIsSentIsCancelledBehindItsRequest) {
+  FullClock clock(&clock_);
+  const auto table = std::make_shared<CallTable>(
+      &clock, Limits{}, std::make_shared<TraceRecorder>(), std::make_shared<Peers>(10));
+  const auto link = NewLink(*table);
+  const auto connection = std::make_shared<KeepingConnection>();
+  link->SetConnection(connection);
+  ASSERT_TRUE(Begin(*table, link, absl::Seconds(20)).ok());
+  CallTable::Call call = NewCall(absl::Seconds(30));
+  const absl::Time deadline = call.deadline;
+  Packet request = Request();
+  const absl::StatusOr<CallTable::Begun> begun = table->Begin(call, link, request);
+  ASSERT_TRUE(begun.ok());
+  ASSERT_TRUE(begun->leaves_now);
+  // On another thread.
+  clock.FailNext(absl::ZeroDuration());
+  EXPECT_THROW(Begin(*table, link, absl::Seconds(10)).status().IgnoreError(), std::bad_alloc);
+  EXPECT_EQ(ended_.size(), 2u);
+  link->Send(std::move(request));
+  table->EndIfLate(begun->number, deadline, *link, /*bytes=*/10);
+  WireReader reader(connection->sent.back());
+  const absl::StatusOr<Frame> last = ReadFrame(reader);
+  ASSERT_TRUE(last.ok());
+  EXPECT_EQ(last->kind, FrameKind::kCancel);
+  EXPECT_EQ(last->call, begun->number);
+  // Those that come later have one.
+  const absl::StatusOr<CallTable::Begun> next = Begin(*table, link, absl::Seconds(30));
+  ASSERT_TRUE(next.ok());
+  table->EndIfLate(next->number, deadline, *link, /*bytes=*/10);
+  EXPECT_EQ(table->size(), 1u);
+  table->Close(absl::CancelledError("end"));
+}
+
 // Else its caller would take it for one that was never made.
 TEST_F(CallTableTest, WhereThereIsNoMemoryForItsCancelALateCallHasEndedAllTheSame) {
   const auto link = NewLink(*table_);
   bool failed = true;
   for (int nth = 0; failed; ++nth) {
     FailAllocation(nth);
-    table_->EndLate(/*number=*/4711, *link, /*bytes=*/8);
+    table_->EndIfLate(/*number=*/4711, absl::InfinitePast(), *link, /*bytes=*/8);
     failed = FailAllocation(-1);
   }
 }
