@@ -289,5 +289,42 @@ TEST(ExecutionThreads, WhoeverWaitsForANodeSaysSo) {
   EXPECT_EQ(runs, 2);
 }
 
+// What retain_grad() adds to is the tensor's own .grad, for all passes.
+TEST(ExecutionThreads, OneThreadAtATimeRetainsAGradient) {
+  struct Waits : Blockable {
+    void OnBlocked() override { other_has_come.Notify(); }
+    void OnUnblocked() override {}
+    absl::Notification other_has_come;
+  } waits;
+  std::atomic<int> inside{0}, runs{0};
+  const Tensor root = Full(1).requires_grad_() * 2;
+  root.grad_fn()->add_retains_grad_hook(
+      std::make_unique<PreHook>([&](variable_list gradients) {
+        EXPECT_EQ(++inside, 1);
+        if (++runs == 1) {
+          waits.other_has_come.WaitForNotificationWithTimeout(absl::Seconds(30));
+        } else if (!waits.other_has_come.HasBeenNotified()) {
+          waits.other_has_come.Notify();
+        }
+        --inside;
+        return gradients;
+      }),
+      0);
+  const auto run = [&] {
+    RecordingSink sink;
+    Execution execution(GraphOf({{root}}), ExecutionOptions{.retain_graph = true}, &sink);
+    execution.Feed(0, {Full(1)}, {true});
+    EXPECT_TRUE(execution.status().ok()) << execution.status();
+  };
+  RunThreads(2, [&](int thread) {
+    if (thread == 0) return run();
+    while (runs == 0) std::this_thread::yield();
+    Blockable::SetCurrent(&waits);
+    run();
+    Blockable::SetCurrent(nullptr);
+  });
+  EXPECT_EQ(runs, 2);
+}
+
 }  // namespace
 }  // namespace distgrad

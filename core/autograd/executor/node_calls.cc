@@ -26,7 +26,12 @@ using torch::autograd::variable_list;
 
 variable_list CallHooksBefore(Node& node, variable_list gradients) {
   for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
-  for (const auto& [output, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
+  if (!node.retains_grad_hooks().empty()) {
+    // They read a tensor's .grad and write it, for which libtorch takes no lock: other passes may
+    // have come to the node.
+    const NodeTurn turn(node);
+    for (const auto& [output, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
+  }
   for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
   return gradients;
 }
