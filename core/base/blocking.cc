@@ -19,9 +19,11 @@ BlockingObserver::BlockingObserver() : outer_(std::exchange(observer, this)) {}
 
 BlockingObserver::~BlockingObserver() { observer = outer_; }
 
-BlockingScope::BlockingScope() : blockable_(std::exchange(current, nullptr)) {
+// What throws leaves the thread with its owner: there is no destructor then that would.
+BlockingScope::BlockingScope() : blockable_(current) {
   if (observer != nullptr) observer->OnBlocking();
   if (blockable_ != nullptr) blockable_->OnBlocked();
+  current = nullptr;
 }
 
 BlockingScope::~BlockingScope() {

@@ -23,6 +23,7 @@
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "core/base/blocking.h"
+#include "core/base/blocking_observer.h"
 #include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/event_loop.h"
@@ -547,6 +548,25 @@ TEST(NoThreadsTest, APoolEndsWhileItsClockHasARetry) {
     EXPECT_EQ(ran, 1);
   }
   EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+}
+
+// As one may for which there is no memory.
+TEST(ThreadPoolTest, AnObserverThatThrowsLeavesTheThreadWithItsPool) {
+  struct Thrower : BlockingObserver {
+    void OnBlocking() override { throw std::bad_alloc(); }
+  };
+  absl::Notification ran;
+  ThreadPool pool("p", 1);
+  ASSERT_TRUE(pool.Schedule([&] {
+    {
+      Thrower thrower;
+      EXPECT_THROW(BlockingScope(), std::bad_alloc);
+    }
+    BlockingScope blocking;
+    EXPECT_TRUE(ran.WaitForNotificationWithTimeout(absl::Seconds(30)));
+  }));
+  ASSERT_TRUE(pool.Schedule([&] { ran.Notify(); }));
+  pool.Join();
 }
 
 TEST(NoThreadsTest, WhatBlocksStartsNoMoreThanSoManyThreads) {
