@@ -388,8 +388,13 @@ bool Loop::RunDue() {
 // In a task.
 void Loop::OnBlocked() {
   if (Current() != this) return;  // it has stopped leading already
-  // That cannot wait until this one goes on.
-  if (deferred_ != nullptr) threads_.Schedule(std::exchange(deferred_, nullptr));
+  if (deferred_ != nullptr) {
+    // That cannot wait until this one goes on. This thread keeps it until there is memory for it.
+    // The task empties what both hold: so it ends there, whichever of the two lets go last.
+    const auto held = AwaitMemory([] { return std::make_shared<Task>(); });
+    *held = std::exchange(deferred_, nullptr);
+    AwaitMemory([&] { threads_.Schedule([held] { std::exchange(*held, nullptr)(); }); });
+  }
   StopLeading();
 }
 

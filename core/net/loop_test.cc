@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 #include <set>
 #include <thread>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
 #include "core/base/future.h"
+#include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
 namespace {
@@ -235,6 +237,29 @@ TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
     may_wait.Notify();
   });
   may_wait.WaitForNotification();
+}
+
+// A queue needs memory for one task of many. From the tenth on, for the threads are there by then.
+TEST_F(LoopTest, WhatRunsAsideIsKeptUntilThereIsMemoryForIt) {
+  constexpr int kTasks = 200;
+  for (int i = 0; i < kTasks; ++i) {
+    absl::Notification ran, over;
+    loop_->Run([&] {
+      ASSERT_TRUE(loop_->CanRunDeferred(nullptr));
+      loop_->RunDeferred([&] { ran.Notify(); });
+      if (i >= 10) FailAllocation(i / 50 % 2);
+      try {
+        BlockingScope blocking;
+        FailAllocation(-1);
+        EXPECT_TRUE(ran.WaitForNotificationWithTimeout(absl::Seconds(30)));
+      } catch (const std::bad_alloc&) {
+        FailAllocation(-1);
+        ADD_FAILURE() << "task " << i << " is lost";
+      }
+      over.Notify();
+    });
+    over.WaitForNotification();
+  }
 }
 
 TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
