@@ -9,6 +9,7 @@
 #include <bitset>
 #include <cmath>
 #include <memory>
+#include <set>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -60,10 +61,14 @@ class ParametersLock {
   std::bitset<kLocks> held_;
 };
 
+// Each once: one that the optimizer has twice has one gradient.
 std::vector<at::Tensor> ParametersOf(const torch::optim::Optimizer& optimizer) {
   std::vector<at::Tensor> parameters;
+  std::set<const c10::TensorImpl*> seen;
   for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+    for (const at::Tensor& parameter : group.params()) {
+      if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
+    }
   }
   return parameters;
 }

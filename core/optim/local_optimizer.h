@@ -62,7 +62,8 @@ class LocalOptimizer {
   absl::Status SetLearningRate(double learning_rate);
 
   // Returns the 2-norm of each gradient that counts in norms, as scalars on the CPU, in the order
-  // of the parameters; none for a parameter without one.
+  // of the parameters; none for a parameter without one, and one for a parameter that is there
+  // twice.
   absl::StatusOr<std::vector<at::Tensor>> GradientNorms(const ContextRecord& context);
   // Multiplies every gradient by a scalar.
   absl::Status ScaleGradients(ContextRecord& context, const at::Tensor& factor);

@@ -57,6 +57,19 @@ TEST_F(LocalOptimizerTest, WhatHasNoGradientIsLeftAlone) {
   EXPECT_FALSE(unused_.grad().defined());
 }
 
+// libtorch takes it in one group and in two.
+TEST_F(LocalOptimizerTest, AParameterThatIsThereTwiceCountsOnce) {
+  LocalOptimizer optimizer(std::make_unique<torch::optim::SGD>(
+      std::vector<at::Tensor>{used_, unused_, used_}, torch::optim::SGDOptions(1)));
+  AddGradient(context_, used_, 3);
+  const auto norms = optimizer.GradientNorms(context_);
+  ASSERT_TRUE(norms.ok()) << norms.status();
+  ASSERT_EQ(norms->size(), 1u);
+  EXPECT_NEAR((*norms)[0].item<double>(), 3 * std::sqrt(2), 1e-5);
+  ASSERT_TRUE(optimizer.ScaleGradients(context_, at::scalar_tensor(2)).ok());
+  EXPECT_TRUE(context_.Gradient(used_)->equal(at::full({2}, 6.0f)));
+}
+
 // A factor of the dtype of the norm over all workers, whose parameters may have another one.
 TEST_F(LocalOptimizerTest, AScaledGradientKeepsItsDtype) {
   const at::Tensor temperature = at::ones({}, at::kBFloat16).set_requires_grad(true);
