@@ -323,8 +323,13 @@ void PassRun::PostFlush(bool in_node) {
 // The strand may have something of the user's to call, and this thread is in the middle of a node.
 void PassRun::OnWait() {
   if (!has_captured_.load(std::memory_order_relaxed)) return;
-  services_->pool.Schedule([self = shared_from_this()] {
-    self->Post([run = self.get()] { run->FlushCapturedOnStrand(); }, RunHere::kNo);
+  // Its peers may need what was captured to end what this thread is to wait for, whatever locks it
+  // has.
+  AwaitMemory([this] {
+    services_->pool.Schedule([self = shared_from_this()] {
+      AwaitMemory(
+          [&] { self->Post([run = self.get()] { run->FlushCapturedOnStrand(); }, RunHere::kNo); });
+    });
   });
 }
 
