@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -963,6 +964,29 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
 }
 
 // The pool comes to the message of a worker when that is lost already.
+// Of two gradients for one edge its other end would take the first.
+TEST_F(EngineTest, APassFailsWhosePeerHasSentTwoMessagesWithOneEdge) {
+  for (const int tensors : {1, 2}) {
+    SCOPED_TRACE(tensors);
+    const auto context = contexts_.New();
+    at::Tensor sum = at::zeros({2});
+    for (int message = 0; message < 2; ++message) {
+      std::vector<at::Tensor> received;
+      for (int i = 0; i < tensors; ++i) received.push_back(at::ones({2}));
+      ASSERT_TRUE(
+          engine_.RecordRecv(context, {MakeId(kPeer, 1), kPeer}, absl::MakeSpan(received)).ok());
+      for (const at::Tensor& each : received) sum = sum + each;
+    }
+    const Future<Unit> pass = engine_.Backward(
+        context, {sum.sum()}, {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+    AwaitPool();
+    ASSERT_TRUE(pass.Done());
+    EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(pass.Wait().status().message()),
+                HasSubstr("two messages with one edge"));
+  }
+}
+
 TEST_F(EngineTest, AMessageThatIsReadLateBringsNoContextOfALostWorker) {
   absl::Notification go;
   pool_.Schedule([&] { go.WaitForNotification(); });

@@ -431,23 +431,24 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   // What can be reached decides only whether a peer is told of the pass that nothing else tells.
   absl::flat_hash_set<WorkerRank> told = {services_->self};
   if (by_peer.has_value()) told.insert(*by_peer);
+  absl::flat_hash_set<EdgeId> received;
   absl::flat_hash_map<EdgeId, Gathering> gathering;
   const auto in_graph = [&](const std::shared_ptr<RecvNode>& node) {
     return graph->Find(node.get()) != Graph::kNone;
   };
   for (const ContextRecord::RecvEnd& recv : edges->recvs) {
     plan.peers.push_back(recv.end.peer);
+    // Of two gradients for one edge its other end would take the first.
+    if (!received.insert(recv.end.edge).second) {
+      return LocalError(absl::InvalidArgumentError(absl::StrCat(
+          "worker ", recv.end.peer, " has sent two messages with one edge, ", recv.end.edge)));
+    }
     const size_t found = absl::c_count_if(recv.nodes, in_graph);
     if (found == 0) {
       plan.dead.push_back(recv.end);
       told.insert(recv.end.peer);
     } else if (recv.nodes.size() > 1) {
-      const auto [it, is_new] = gathering.try_emplace(recv.end.edge);
-      if (!is_new) {
-        return LocalError(absl::InvalidArgumentError(absl::StrCat(
-            "worker ", recv.end.peer, " has sent two messages with one edge, ", recv.end.edge)));
-      }
-      Gathering& edge = it->second;
+      Gathering& edge = gathering[recv.end.edge];
       edge.missing = found;
       edge.captured.end = recv.end;
       edge.captured.parts.resize(recv.nodes.size());
