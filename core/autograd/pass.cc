@@ -82,6 +82,13 @@ bool Pass::Count(WorkerRank from, std::optional<EdgeId> by) {
 
 void Pass::OnEdge(WorkerRank from, EdgeId edge, bool uncounted, Notice* arrived) {
   if (uncounted ? !running() : !Count(from, edge)) return;
+  const auto awaited = awaited_.find(edge);
+  if (awaited != awaited_.end() && awaited->second != from) {
+    peers_.insert(from);  // it hears of this as well
+    return Fail(absl::InvalidArgumentError(
+        absl::StrCat("worker ", from, " has sent worker ", self_, " a gradient for edge ", edge,
+                     ", whose other end is worker ", awaited->second)));
+  }
   Feed(edge, arrived);
   Advance();
 }

@@ -516,5 +516,29 @@ TEST(PassTest, AnAcknowledgementTooManyFailsThePass) {
   }
 }
 
+TEST(PassTest, AGradientOfAWorkerThatIsNotAtTheEdgeFailsThePass) {
+  for (uint64_t seed = 1;; ++seed) {
+    Rng rng(seed);
+    const Program program(rng, 3, 12, false);
+    RandomOrder random(1);
+    Network net(program, &random, true);
+    net.Begin();
+    Worker& initiator = *net.workers[program.initiator];
+    if (!initiator.pass.running() || initiator.pass.Awaited().empty()) continue;
+    const EdgeEnd awaited = initiator.pass.Awaited().front();
+    WorkerRank stranger = 0;
+    while (stranger == awaited.peer || stranger == WorkerRank(program.initiator)) ++stranger;
+    // Of an edge that it does not have, or not yet, a message may come.
+    initiator.pass.OnEdge(stranger, /*edge=*/12345, /*uncounted=*/false);
+    EXPECT_FALSE(initiator.finished);
+    initiator.pass.OnEdge(stranger, awaited.edge, /*uncounted=*/seed % 2 == 0);
+    EXPECT_TRUE(initiator.finished);
+    EXPECT_EQ(initiator.status.code(), absl::StatusCode::kInvalidArgument) << initiator.status;
+    EXPECT_EQ(initiator.pass.peers().count(stranger), 1u) << "it hears of that";
+    EXPECT_EQ(initiator.unfed.count(static_cast<int>(awaited.edge)), 1u);
+    return;
+  }
+}
+
 }  // namespace
 }  // namespace distgrad
