@@ -513,6 +513,18 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
   return workers;
 }
 
+absl::StatusOr<std::vector<int64_t>> Membership::StartsOf(absl::Span<const WorkerInfo> workers,
+                                                          Deadline deadline) {
+  std::vector<int64_t> starts;
+  for (const WorkerInfo& worker : workers) {
+    const std::string key = IncarnationsKey(worker.rank);
+    DG_ASSIGN_OR_RETURN(starts.emplace_back(), Patiently(deadline, [&](Deadline until) {
+                          return store_->Add(key, 0, until);
+                        }));
+  }
+  return starts;
+}
+
 absl::StatusOr<std::vector<WorkerInfo>> Membership::All(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, AllEver(deadline));
   workers.erase(std::remove_if(workers.begin(), workers.end(),

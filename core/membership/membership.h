@@ -97,6 +97,10 @@ class Membership {
   // Return the members that have not left, by rank; and all that ever were.
   absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> AllEver(Deadline deadline);
+  // Returns how often each of these was started, by its counter, which nobody signs. One exchange
+  // with the store for each.
+  absl::StatusOr<std::vector<int64_t>> StartsOf(absl::Span<const WorkerInfo> workers,
+                                                Deadline deadline);
 
   // Returns whether this worker came when the job had started.
   bool late() const { return late_; }

@@ -189,13 +189,10 @@ absl::StatusOr<std::vector<WorkerRank>> LastContexts::GoOn(Deadline deadline) {
     return (entry.incarnation == incarnation && (entry.left || lost.contains(entry.rank))) ||
            parts_.agent.LossOf(entry.rank, incarnation) != 0;
   };
-  std::vector<WorkerRank> makers, silent;
-  std::vector<ContextId> last;
-  absl::flat_hash_map<WorkerRank, Unheard> next;
+  std::vector<WorkerRank> silent;
   {
     absl::MutexLock lock(&mu_);
     for (const WorkerInfo& each : ever) {
-      if (each.rank == parts_.self.rank) continue;
       const auto found = unheard_.find(each.rank);
       // One that has left takes part in no context that is new to it; one that has come back since
       // has found this incarnation in the store.
@@ -203,27 +200,40 @@ absl::StatusOr<std::vector<WorkerRank>> LastContexts::GoOn(Deadline deadline) {
                                       is_gone(each, found->second.incarnation))) {
         unheard_.erase(found);
       }
-      const auto known = parts_.agent.Info(each.rank);
-      const Incarnation incarnation =
-          known.ok() ? std::max(known->incarnation, each.incarnation) : each.incarnation;
-      // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
-      // comes.
-      const bool is_there = !is_gone(each, incarnation);
-      if (is_there) makers.push_back(each.rank);
-      last.push_back(LastIdOf(each.rank, incarnation));
-      next.emplace(each.rank, Unheard{.incarnation = incarnation, .is_asked = is_there});
     }
     for (const auto& [member, unheard] : unheard_) silent.push_back(member);
-    if (silent.empty()) {
-      // Whoever comes after that begins all contexts of its own later than this.
-      parts_.contexts.SetMayBeOlder(last);
-      unheard_ = std::move(next);
-      stage_ = Stage::kMakersAreAsked;
-      return makers;
-    }
   }
-  for (const WorkerRank member : silent) parts_.agent.WatchToo(member);
-  return std::vector<WorkerRank>();
+  if (!silent.empty()) {
+    for (const WorkerRank member : silent) parts_.agent.WatchToo(member);
+    return std::vector<WorkerRank>();
+  }
+  // An entry that was written late hides the incarnation that is there, which may have begun
+  // contexts before this worker came back. Counters are not signed: they have more refused, until
+  // their makers have answered, and never less.
+  DG_ASSIGN_OR_RETURN(const std::vector<int64_t> starts, parts_.members.StartsOf(ever, deadline));
+  std::vector<WorkerRank> makers;
+  std::vector<ContextId> last;
+  absl::flat_hash_map<WorkerRank, Unheard> next;
+  for (size_t i = 0; i < ever.size(); ++i) {
+    const WorkerInfo& each = ever[i];
+    if (each.rank == parts_.self.rank) continue;
+    const auto known = parts_.agent.Info(each.rank);
+    const Incarnation incarnation =
+        known.ok() ? std::max(known->incarnation, each.incarnation) : each.incarnation;
+    // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
+    // comes.
+    const bool is_there = !is_gone(each, incarnation);
+    if (is_there) makers.push_back(each.rank);
+    last.push_back(std::max(LastIdOf(each.rank, incarnation),
+                            LastIdOf(each.rank, static_cast<Incarnation>(starts[i]) << 32)));
+    next.emplace(each.rank, Unheard{.incarnation = incarnation, .is_asked = is_there});
+  }
+  absl::MutexLock lock(&mu_);
+  // Whoever comes after that begins all contexts of its own later than this.
+  parts_.contexts.SetMayBeOlder(last);
+  unheard_ = std::move(next);
+  stage_ = Stage::kMakersAreAsked;
+  return makers;
 }
 
 }  // namespace distgrad

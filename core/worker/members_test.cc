@@ -703,6 +703,30 @@ TEST_F(ReturnTest, AnEntryOfAnEarlierIncarnationExcusesNobody) {
   EXPECT_EQ(CallUntilServed(), absl::OkStatus());
 }
 
+// That entry's worker puts it right later, and goes on with a context that it had begun before.
+TEST_F(ReturnTest, AnEntryOfAnEarlierIncarnationHidesNoContextThatIsOlder) {
+  Start(3);
+  WorkerInfo earlier = *DecodeWorkerInfo(*store_->Get("worker/2", Later()), 2);
+  workers_[2].reset();
+  Create(Options(2));
+  const std::string right = *store_->Get("worker/2", Later());
+  const Context old = workers_[2]->NewContext();
+  workers_[1].reset();
+  earlier.left = true;
+  ASSERT_TRUE(store_->Set("worker/2", EncodeWorkerInfo(earlier), Later()).ok());
+  Create(Options(1));
+  EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+  ASSERT_TRUE(store_->Set("worker/2", right, Later()).ok());
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const absl::Time end = Later();
+  absl::Status status;
+  do {  // its first connection may have been refused
+    status = workers_[2]->CallOp("worker1", "aten::neg", {x}, {.context = &old}).status();
+  } while (absl::IsUnavailable(status) && !Contains(status, "began before worker 1 came back") &&
+           absl::Now() < end);
+  EXPECT_TRUE(Contains(status, "began before worker 1 came back")) << status;
+}
+
 TEST_F(ReturnTest, OneThatLeavesKeepsNoContextsRefused) {
   Start(3);
   faults_->Begin(/*to=*/AddressOf(2));
