@@ -508,6 +508,10 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
     DG_ASSIGN_OR_RETURN(WorkerInfo worker,
                         DecodeWorkerInfo(*entries[rank], static_cast<WorkerRank>(rank)));
     Forget(words, worker, /*loss=*/{});
+    if (worker.rank == self_.rank && worker.incarnation < self_.incarnation && !has_left_) {
+      PutEntryRight();
+      worker = self_;
+    }
     workers.push_back(std::move(worker));
   }
   return workers;
@@ -550,10 +554,8 @@ absl::Status Membership::PublishLeft(Deadline deadline) {
   } else {
     deadline = absl::InfinitePast();  // it has been waited for once
   }
-  WorkerInfo left = self_;
-  left.left = true;
   return Patiently(deadline, [&](Deadline until) {
-    return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(left), until);
+    return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), until);
   });
 }
 
@@ -569,6 +571,20 @@ absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadl
   if (now.incarnation == self_.incarnation || has_left_) return absl::OkStatus();
   DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) { return Publish(until); }));
   return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
+}
+
+void Membership::PutEntryRight() {
+  constexpr absl::Time kNow = absl::InfinitePast();
+  if (!Publish(kNow).ok()) return;
+  // Another thread may have written meanwhile that this worker has left.
+  if (has_left_) store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), kNow).IgnoreError();
+  WakeBarriers(kNow).IgnoreError();
+}
+
+WorkerInfo Membership::Left() const {
+  WorkerInfo left = self_;
+  left.left = true;
+  return left;
 }
 
 absl::StatusOr<Store::Value> Membership::ReadLoss(const std::string& key) {

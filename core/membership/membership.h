@@ -178,6 +178,11 @@ class Membership {
   // which was slow, or went on when it was over, unless this one leaves. kFailedPrecondition if it
   // is of a later one.
   absl::Status CheckOwnEntry(const Store::Value& entry, Deadline deadline);
+  // Replaces this worker's entry where an earlier incarnation has written its own. What the store
+  // does not take now is with the next look.
+  void PutEntryRight();
+  // The entry of this worker when it has left.
+  WorkerInfo Left() const;
   // Reads what the store has of a loss, and with it whether a later incarnation of this worker has
   // come, which changes nothing in the store.
   absl::StatusOr<Store::Value> ReadLoss(const std::string& key);

@@ -807,6 +807,15 @@ TEST_F(ReplacedTest, WhatItWritesLateDoesNotStay) {
   EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, incarnation_);
 }
 
+TEST_F(ReplacedTest, WhatItWritesLateIsPutRightWhereMembersAreRead) {
+  before_.left = true;
+  ASSERT_TRUE(store_->Set("worker/1", EncodeWorkerInfo(before_), Later()).ok());
+  const absl::StatusOr<std::vector<WorkerInfo>> all = back().All(Later());
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(all->size(), 2u) << "itself among them";
+  EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, incarnation_);
+}
+
 // The barrier began before the next one came, and so has opened without it.
 TEST_F(RunningJobTest, AReplacedOneDoesNotPassABarrierThatIsOpen) {
   Start(2);
