@@ -36,7 +36,7 @@ void MemberWatch::WatchToo(WorkerRank member) {
 std::vector<WorkerRank> MemberWatch::Tick(bool is_first,
                                           absl::FunctionRef<bool(WorkerRank)> can_be_reached) {
   const std::optional<WorkerRank> before = peers_->Before();
-  std::vector<WorkerRank> wanted;
+  std::vector<WorkerRank> wanted, too;
   {
     absl::MutexLock lock(&mu_);
     wanted = peers_->After(watched_);
@@ -49,16 +49,28 @@ std::vector<WorkerRank> MemberWatch::Tick(bool is_first,
       }
     }
     if (all_can) watched_ = 1;
+    absl::erase_if(watched_too_, [this](WorkerRank peer) {
+      const std::optional<WorkerInfo> known = peers_->Find(peer);
+      return (known && known->left) || peers_->is_lost(peer);
+    });
+    for (const WorkerRank peer : watched_too_) {
+      if (can_be_reached(peer)) {
+        unreachable_.erase(peer);
+      } else {
+        too.push_back(peer);
+      }
+    }
   }
-  if (!before) return wanted;
-  if (!is_first) {
+  if (before && !is_first) {
     // The one before keeps a connection with us. If it has given that up it takes us for lost, or
     // does not know of us.
     wanted.push_back(*before);
-  } else if (wanted == std::vector<WorkerRank>{*before} && *before < peers_->self().rank) {
+  } else if (before && wanted == std::vector<WorkerRank>{*before} &&
+             *before < peers_->self().rank) {
     // Of two alone, who begin at the same time, one opens the connection.
     wanted.clear();
   }
+  wanted.insert(wanted.end(), too.begin(), too.end());
   return wanted;
 }
 

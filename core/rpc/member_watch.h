@@ -45,11 +45,13 @@ class MemberWatch {
   bool Start();
   void Stop();
   bool watches() const;
-  // Watches this member as well, whichever others do. Of several all are.
+  // Watches this member as well, whichever others do, until it has left or is lost. Of several all
+  // are.
   void WatchToo(WorkerRank member);
 
-  // Returns the members to ping, now and then: those that this worker watches, and the one that
-  // watches it, which may not know of it.
+  // Returns the members to ping, now and then: those that this worker watches, of those that it
+  // watches too the ones that cannot be reached, and the one that watches it, which may not know of
+  // it.
   std::vector<WorkerRank> Tick(bool is_first, absl::FunctionRef<bool(WorkerRank)> can_be_reached);
 
   Verdict OnClosed(const ClosedLink& link, const absl::Status& why, absl::Time now);

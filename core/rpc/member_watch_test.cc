@@ -1,6 +1,7 @@
 // Whom a worker watches, and when it takes one of them for lost.
 #include "core/rpc/member_watch.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -59,6 +60,33 @@ TEST_F(MemberWatchTest, OfOthersItSaysNothing) {
   EXPECT_EQ(Broke({.peer = 3, .was_silent = true}), Verdict::kLost);
   watch_.Stop();
   EXPECT_EQ(Broke({.was_silent = true}), Verdict::kNothing);
+}
+
+TEST_F(MemberWatchTest, WhoIsWatchedTooIsTriedAgainUntilItIsLostOrHasLeft) {
+  watch_.WatchToo(3);
+  watch_.WatchToo(4);
+  std::vector<WorkerRank> wanted = Tick(false, /*can=*/false);
+  std::sort(wanted.begin() + 2, wanted.end());
+  EXPECT_EQ(wanted, (std::vector<WorkerRank>{2, 0, 3, 4}));
+  EXPECT_EQ(Tick(), (std::vector<WorkerRank>{2, 0})) << "they can be reached";
+  ASSERT_TRUE(peers_->SetLost(4, 1, "it died"));
+  EXPECT_EQ(Tick(false, /*can=*/false), (std::vector<WorkerRank>{2, 0, 3}));
+  EXPECT_EQ(Broke({.peer = 4, .was_silent = true}), Verdict::kNothing) << "somebody has said it";
+  EXPECT_EQ(Broke({.peer = 3, .was_silent = true}), Verdict::kLost);
+  peers_->SetLeft(3, 1);
+  EXPECT_EQ(Tick(false, /*can=*/false), (std::vector<WorkerRank>{2, 0}));
+}
+
+// As the others that it watches.
+TEST_F(MemberWatchTest, WhoIsWatchedTooAndCanBeReachedHasAllOfThePatienceAgain) {
+  watch_.WatchToo(3);
+  const auto unanswered = [this] {
+    return Broke({.peer = 3, .is_there = true, .asked_for = now_ - absl::Milliseconds(100)});
+  };
+  EXPECT_EQ(unanswered(), Verdict::kTryAgain);
+  now_ += kPatience;
+  Tick();
+  EXPECT_EQ(unanswered(), Verdict::kTryAgain);
 }
 
 TEST_F(MemberWatchTest, AConnectionThatWasGoodIsTriedAgainOnceASecond) {
