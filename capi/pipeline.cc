@@ -239,6 +239,7 @@ class StagesPart : public SharedWorker::Part {
 
   // Whether this thread runs one of the functions, which Close() would wait for.
   bool RunsHere() const { return running == this; }
+  const std::string& pipeline() const { return name_; }
 
  private:
   StagesPart(const std::shared_ptr<SharedWorker>& worker, std::string name,
@@ -461,6 +462,15 @@ class StepInFlight : public EndsWithWorker {
   }
   // Waits as PipelineStep's destructor does.
   void End() override { const PipelineStep last = Take(); }
+
+  // Returns kFailedPrecondition in a function of a stage of its pipeline, for which it may wait. In
+  // those of others one may wait for it.
+  absl::Status CheckIsNotWithin() const {
+    if (running == nullptr || running->pipeline() != pipeline_->name()) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("this waits for a step of pipeline '", pipeline_->name(),
+                     "', in a function of one of its stages, for which the step may wait"));
+  }
 
  private:
   const std::shared_ptr<Pipeline> pipeline_;  // outlives the step
@@ -801,6 +811,7 @@ dg_error* dg_pipeline_step_wait(dg_pipeline_step* step, dg_pipeline_result** out
     DG_RETURN_IF_ERROR(CheckMayWait());
     DG_ASSIGN_OR_RETURN(const Pinned<PipelineStepObject> pinned,
                         Pin<PipelineStepObject>(step, "step"));
+    DG_RETURN_IF_ERROR(pinned->step->CheckIsNotWithin());  // before it is taken from who may wait
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, pinned->worker->Begin());
     // Made before, for after a step that was taken nobody may hear that there is no memory.
     HandleAhead<PipelineResultObject> made;

@@ -17,6 +17,7 @@ enum fault {
   HOLD,       /* posts `entered`, and waits for `released` */
   MISUSE,     /* tries what would wait for itself; and makes a call, which it may */
   END_OWN,    /* destroys its own stages */
+  WAIT_STEP,  /* waits for `released`, and tries to wait for its own step */
   END_STEP,   /* waits for `released`, and destroys its own step */
   AHEAD       /* in its step: waits for `entered`, and posts `released` */
 };
@@ -35,7 +36,7 @@ typedef struct layer {
 
 static layer layers[MOST_STAGES];
 static dg_pipeline_stages* own_stages; /* of END_OWN */
-static dg_pipeline_step* own_step;     /* of END_STEP */
+static dg_pipeline_step* own_step;     /* of WAIT_STEP and END_STEP */
 static const char* const names[2] = {"front", "back"};
 
 static dg_tensor* numbers(uint64_t seed, int64_t rows, int64_t columns) {
@@ -130,6 +131,13 @@ static dg_error* forward(void* user_data, const dg_micro_batch* batch, dg_messag
   if (fault == END_OWN) {
     dg_pipeline_stages_destroy(own_stages);
     CHECK(self->ended == 0);
+  }
+  if (fault == WAIT_STEP) {
+    dg_pipeline_result* result = NULL;
+    wait_at_gate(&released);
+    SAYS(DG_FAILED_PRECONDITION, "in a function of one of its stages",
+         dg_pipeline_step_wait(own_step, &result));
+    CHECK(result == NULL);
   }
   if (fault == END_STEP) {
     wait_at_gate(&released);
@@ -1149,6 +1157,11 @@ static void test_ends_of_steps(void) {
   dg_context_destroy(flights[0].context);
   post(&released);
   try_until_ended(pipeline);
+  set_fault(1, WAIT_STEP, 0);
+  flights[0] = start_one(pipeline);
+  own_step = flights[0].step;
+  post(&released);
+  OK(wait_and_land(&flights[0])); /* whom it was not taken from */
   set_fault(1, END_STEP, 0);
   flights[0] = start_one(pipeline);
   own_step = flights[0].step;

@@ -75,7 +75,7 @@ class PipelineStep {
 
   bool valid() const { return running_ != nullptr; }
   // Waits for the step's end, and returns what Pipeline::Train() does. Once; from then on this is
-  // not valid.
+  // not valid. Not for a function of one of its stages, for which the step may wait.
   absl::StatusOr<PipelineResult> Wait();
 
  private:
@@ -92,6 +92,8 @@ class Pipeline {
   // The worker, which need not have a stage, must outlive the result. kInvalidArgument for a
   // schedule that Check() refuses, or another number of workers than it has ranks.
   static absl::StatusOr<std::unique_ptr<Pipeline>> Create(Worker* worker, PipelineOptions options);
+
+  const std::string& name() const { return options_.name; }
 
   // Runs a batch forward and backward, and waits. Afterwards each worker has the gradients of its
   // stages in the context, added to what was there, as after Context::Backward: for an Optimizer's

@@ -1058,7 +1058,8 @@ pub struct PipelineStep<'w> {
 
 impl PipelineStep<'_> {
     /// Waits for the step's end, and returns what [`Pipeline::train`] does; its errors, too.
-    /// `Code::FailedPrecondition` when the worker has ended.
+    /// `Code::FailedPrecondition` when the worker has ended; and in a closure of a stage of its
+    /// pipeline, for which the step may wait: the step, which nobody has any more, ends then.
     #[doc(alias = "dg_pipeline_step_wait")]
     pub fn wait(self) -> Result<PipelineResult> {
         PipelineResult::take(Owned::new(raw::pipeline_step_wait(self.handle.get())?))
