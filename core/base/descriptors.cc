@@ -25,6 +25,20 @@ size_t OpenDescriptors() {
   return count - 1;  // the folder's own
 }
 
+// That a device is gone does not say that what is asked for is not there, nor EINVAL that a file is
+// damaged, or the caller's argument wrong: they are as EIO is.
+absl::StatusCode CodeOf(int error) {
+  switch (error) {
+    case EINVAL:
+    case ENODEV:
+    case ENOMEDIUM:
+    case ENXIO:
+      return absl::StatusCode::kUnknown;
+    default:
+      return absl::ErrnoToStatusCode(error);
+  }
+}
+
 }  // namespace
 
 absl::Status ReserveDescriptors(size_t more, absl::string_view what) {
@@ -64,7 +78,7 @@ std::string ErrnoText(int error) {
 }
 
 absl::Status ErrnoStatus(int error, absl::string_view what) {
-  return absl::Status(absl::ErrnoToStatusCode(error), absl::StrCat(what, ": ", ErrnoText(error)));
+  return absl::Status(CodeOf(error), absl::StrCat(what, ": ", ErrnoText(error)));
 }
 
 }  // namespace distgrad

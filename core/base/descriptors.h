@@ -31,7 +31,8 @@ bool IsExhaustion(int error);
 
 // Returns strerror()'s text; where there are no descriptors left, with the limit and what to do.
 std::string ErrnoText(int error);
-// Returns absl::ErrnoToStatus() with that text.
+// Returns absl::ErrnoToStatus() with that text; but kUnknown for EINVAL, and for a device that is
+// not there, of which kNotFound would say that a name is not.
 absl::Status ErrnoStatus(int error, absl::string_view what);
 
 }  // namespace distgrad

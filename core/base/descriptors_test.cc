@@ -73,6 +73,15 @@ TEST_F(DescriptorsTest, ErrorsNameTheRemedy) {
   EXPECT_TRUE(absl::IsResourceExhausted(ErrnoStatus(EMFILE, "socket")));
 }
 
+// Nor is what cannot be read there damaged, which kInvalidArgument would say.
+TEST_F(DescriptorsTest, ADeviceThatIsGoneIsNoNameThatIsNotThere) {
+  EXPECT_TRUE(absl::IsNotFound(ErrnoStatus(ENOENT, "open")));
+  for (const int error : {EIO, ENODEV, ENXIO, ENOMEDIUM, EINVAL}) {
+    const absl::Status status = ErrnoStatus(error, "open");
+    EXPECT_TRUE(absl::IsUnknown(status)) << status;
+  }
+}
+
 TEST_F(DescriptorsTest, WhatTheKernelLacksIsNoErrorOfAConnection) {
   for (const int error : {EMFILE, ENFILE, ENOBUFS, ENOMEM}) EXPECT_TRUE(IsExhaustion(error));
   for (const int error : {ECONNABORTED, EAGAIN, EINTR}) EXPECT_FALSE(IsExhaustion(error));

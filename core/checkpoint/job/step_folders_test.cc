@@ -251,6 +251,19 @@ TEST_F(StepFoldersTest, WithoutPermissionNothingIsSavedAndNothingIsDamaged) {
   ASSERT_EQ(chmod(manifest.c_str(), 0600), 0);
   EXPECT_EQ(Steps(), std::vector<int64_t>{100});
 }
+// Whoever gets an empty list begins at step 0.
+TEST_F(StepFoldersTest, ADeviceThatIsGoneHidesNoCheckpoint) {
+  Save(*Lock(), 100);
+  const std::string manifest = folder_ + "/step-000100/manifest.json";
+  fs::remove(manifest);
+  ASSERT_EQ(mknod(manifest.c_str(), S_IFSOCK | 0600, 0), 0);  // whose open() says ENXIO
+  const absl::StatusOr<std::vector<StepFolder>> listed = ListSteps(folder_);
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  ASSERT_EQ(listed->size(), 1u);
+  EXPECT_FALSE((*listed)[0].manifest.ok() || IsDamage((*listed)[0].manifest.status()))
+      << (*listed)[0].manifest.status();
+}
+
 
 // A save failed when its folder was to get its name, and that of the same step succeeded later.
 TEST_F(StepFoldersTest, AnOlderAttemptDoesNotTakeTheNameOfANewerOne) {
