@@ -446,7 +446,7 @@ absl::Status NotNotFound(const absl::Status& status) {
 
 absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& parts,
                                           const std::string& folder, const LoadOptions& options,
-                                          Reached* reached) {
+                                          Reached* reached, StepFolders::Damaged* damaged) {
   *reached = Reached::kNothing;
   const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder);
   if (absl::IsNotFound(steps.status())) return steps.status();
@@ -500,6 +500,7 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
     const bool has_older = *reached == Reached::kDamaged && i + 1 < candidates.size();
     if (has_older && options.fall_back) {
       DG_RETURN_IF_ERROR(unreadable);
+      damaged->emplace(candidates[i]->path, candidates[i]->manifest->sequence);
       continue;
     }
     const absl::Status failed =
@@ -512,11 +513,11 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
 }
 
-}  // namespace
-
-absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
-                                                const LoadOptions& options,
-                                                const CheckpointManagerOptions& of) {
+// `damaged` gets those that were passed over.
+absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& folder,
+                                            const LoadOptions& options,
+                                            const CheckpointManagerOptions& of,
+                                            StepFolders::Damaged* damaged) {
   DG_RETURN_IF_ERROR(CheckFolder(folder));
   const absl::StatusOr<Parts> parts = Parts::Of(worker, of);
   if (!parts.ok()) return NotNotFound(parts.status());
@@ -526,9 +527,19 @@ absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::strin
   constexpr int kTries = 10;
   for (int i = 1;; ++i) {
     Reached reached = Reached::kNothing;
-    absl::StatusOr<LoadedCheckpoint> loaded = LoadFrom(*worker, *parts, path, options, &reached);
+    absl::StatusOr<LoadedCheckpoint> loaded =
+        LoadFrom(*worker, *parts, path, options, &reached, damaged);
     if (reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
   }
+}
+
+}  // namespace
+
+absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
+                                                const LoadOptions& options,
+                                                const CheckpointManagerOptions& of) {
+  StepFolders::Damaged damaged;
+  return LoadNewest(worker, folder, options, of, &damaged);
 }
 
 // On a thread that has written for a manager: which one.
@@ -593,7 +604,7 @@ class CheckpointManager::Impl {
   absl::StatusOr<LoadedCheckpoint> Load(const LoadOptions& options) {
     DG_RETURN_IF_ERROR(TakeTurn(options.deadline));
     absl::StatusOr<LoadedCheckpoint> loaded =
-        Caught([&] { return LoadCheckpoint(worker_, folders_->path(), options, options_); });
+        Caught([&] { return LoadNewest(worker_, folders_->path(), options, options_, &damaged_); });
     EndTurn();
     return loaded;
   }
@@ -708,7 +719,7 @@ class CheckpointManager::Impl {
         Caught([&] { return folders_->Commit(*attempt, *std::move(manifest)); });
     if (!committed.ok()) return OfLeader(*worker_, committed);
     return OfLeader(*worker_,
-                    Annotate(folders_->Prune(options_.keep),
+                    Annotate(folders_->Prune(options_.keep, damaged_),
                              "it is saved, but an older checkpoint could not be removed"));
   }
 
@@ -738,7 +749,9 @@ class CheckpointManager::Impl {
 
   Worker* const worker_;
   const CheckpointManagerOptions options_;
-  const std::unique_ptr<StepFolders> folders_;  // of whoever has the turn
+  // Of whoever has the turn.
+  const std::unique_ptr<StepFolders> folders_;
+  StepFolders::Damaged damaged_;  // as its loads have found
 
   absl::Mutex mu_;
   bool busy_ ABSL_GUARDED_BY(mu_) = false;

@@ -838,6 +838,28 @@ TEST_F(CheckpointManagerTest, ALoadThatFailsIsNotACheckpointThatIsNotThere) {
   int calls = 0;
   absl::Status answer;
   const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+// Else there would be fewer than `keep` that can be loaded.
+TEST_F(CheckpointManagerTest, ADamagedOneIsNoneOfThoseThatAreKept) {
+  Cluster cluster({.workers = 1});
+  const Layer layer(1);
+  const auto part = Part(cluster[0], {.tensors = layer.Tensors("l")});
+  const auto manager = Manager(cluster[0], {.keep = 2});
+  for (const int64_t step : {10, 20}) ASSERT_TRUE(manager->Save(step).ok());
+  const std::string file = folder_ + "/step-000020/model-00001-of-00001.safetensors";
+  std::string bytes = Read(file);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  Write(file, bytes);
+  ASSERT_EQ(manager->Load({.fall_back = true})->step, 10);
+  ASSERT_TRUE(manager->Save(30).ok());
+  EXPECT_EQ(Names(), (Strings{"step-000010", "step-000020", "step-000030"}));
+  ASSERT_TRUE(manager->Save(40).ok());
+  EXPECT_EQ(Names(), (Strings{"step-000030", "step-000040"}));
+  // Another one of that step, which is whole, counts.
+  ASSERT_TRUE(manager->Save(20).ok());
+  ASSERT_TRUE(manager->Save(50).ok());
+  EXPECT_EQ(Names(), (Strings{"step-000020", "step-000050"}));
+}
+
   const auto part_b =
       Part(cluster[1], {.tensors = b.Tensors("b"), .load_values = [&](const LoadedValues&) {
                           ++calls;

@@ -371,12 +371,17 @@ void StepFolders::Abandon(const std::string& attempt) {
   Remove(attempt).IgnoreError();
 }
 
-absl::Status StepFolders::Prune(int keep) {
+absl::Status StepFolders::Prune(int keep, const Damaged& damaged) {
   if (!listed_.has_value()) DG_RETURN_IF_ERROR(List().status());
   const std::vector<StepFolder> steps = *std::exchange(listed_, std::nullopt);
-  for (size_t i = 0; i < steps.size(); ++i) {
-    if (static_cast<int>(i) < keep || !steps[i].manifest.ok()) continue;
-    DG_RETURN_IF_ERROR(Remove(steps[i].path));
+  int kept = 0;
+  for (const StepFolder& each : steps) {
+    if (!each.manifest.ok()) continue;
+    if (kept == keep) {
+      DG_RETURN_IF_ERROR(Remove(each.path));
+    } else if (damaged.count({each.path, each.manifest->sequence}) == 0) {
+      ++kept;
+    }
   }
   return absl::OkStatus();
 }

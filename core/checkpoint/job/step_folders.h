@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,6 +45,9 @@ absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder);
 // no lock and begins nothing.
 class StepFolders {
  public:
+  // By path and sequence: a later save of that step has another one.
+  using Damaged = std::set<std::pair<std::string, uint64_t>>;
+
   // Makes the folder, if need be, and locks it (file_lock.h), until the object ends. Finishes or
   // removes what a crash has left. kAborted if another has the lock, with its host and process.
   // `calls` is as of DurableFile.
@@ -68,8 +72,9 @@ class StepFolders {
   absl::Status Commit(const std::string& attempt, Manifest manifest);
   // Removes it.
   void Abandon(const std::string& attempt);
-  // Removes all but the `keep` newest.
-  absl::Status Prune(int keep);
+  // Removes all that are older than the `keep` newest. Those that are known to be damaged do not
+  // count.
+  absl::Status Prune(int keep, const Damaged& damaged = {});
 
  private:
   StepFolders(std::string folder, FileCalls* calls)
