@@ -2233,7 +2233,6 @@ TEST(StoreServerTest, WhoHasNoRoomToWaitKeepsItsConnection) {
     ++connections;
     return host;
   };
-  options.answer_timeout = absl::Milliseconds(500);
   const auto client = NewTcpStore(options);
   ASSERT_TRUE(client.ok()) << client.status();
   ASSERT_TRUE((*client)->Set("large", std::string(90000, 'x'), Later()).ok());
