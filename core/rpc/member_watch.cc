@@ -2,6 +2,7 @@
 #include "core/rpc/member_watch.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace distgrad {
@@ -40,26 +41,20 @@ std::vector<WorkerRank> MemberWatch::Tick(bool is_first,
   {
     absl::MutexLock lock(&mu_);
     wanted = peers_->After(watched_);
-    bool all_can = true;
-    for (const WorkerRank peer : wanted) {
-      if (can_be_reached(peer)) {
-        unreachable_.erase(peer);
-      } else {
-        all_can = false;
-      }
-    }
-    if (all_can) watched_ = 1;
     absl::erase_if(watched_too_, [this](WorkerRank peer) {
       const std::optional<WorkerInfo> known = peers_->Find(peer);
       return (known && known->left) || peers_->is_lost(peer);
     });
-    for (const WorkerRank peer : watched_too_) {
-      if (can_be_reached(peer)) {
-        unreachable_.erase(peer);
-      } else {
-        too.push_back(peer);
-      }
-    }
+    // One that it watches no more has all of its time should it do so again.
+    absl::erase_if(unreachable_, [&](const auto& each) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      const WorkerRank peer = each.first;
+      const bool is_watched = watched_too_.contains(peer) ||
+                              std::find(wanted.begin(), wanted.end(), peer) != wanted.end();
+      return !is_watched || can_be_reached(peer);
+    });
+    if (std::all_of(wanted.begin(), wanted.end(), can_be_reached)) watched_ = 1;
+    std::remove_copy_if(watched_too_.begin(), watched_too_.end(), std::back_inserter(too),
+                        can_be_reached);
   }
   if (before && !is_first) {
     // The one before keeps a connection with us. If it has given that up it takes us for lost, or
@@ -90,8 +85,11 @@ MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::S
   }
   bool is_lost = link.was_silent;
   if (!is_lost && !link.was_heard) {
-    const absl::Time since = unreachable_.try_emplace(link.peer, link.asked_for).first->second;
-    is_lost = (!link.is_there && now - link.asked_for < kRefusal) || now - since >= patience_;
+    const Unreachable begin{.incarnation = link.incarnation, .since = link.asked_for};
+    Unreachable& its = unreachable_.try_emplace(link.peer, begin).first->second;
+    // What an earlier incarnation did not answer says nothing of this one.
+    if (its.incarnation < begin.incarnation) its = begin;
+    is_lost = (!link.is_there && now - link.asked_for < kRefusal) || now - its.since >= patience_;
   }
   if (is_lost) {
     unreachable_.erase(link.peer);

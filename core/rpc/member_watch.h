@@ -74,8 +74,12 @@ class MemberWatch {
   MonotonicState<State> state_ ABSL_GUARDED_BY(mu_){State::kIdle};
   size_t watched_ ABSL_GUARDED_BY(mu_) = 1;  // how many of the next members
   absl::flat_hash_set<WorkerRank> watched_too_ ABSL_GUARDED_BY(mu_);
-  // The time since which each watched member could not be reached, though nothing refused.
-  absl::flat_hash_map<WorkerRank, absl::Time> unreachable_ ABSL_GUARDED_BY(mu_);
+  // The watched members that could not be reached, though nothing refused.
+  struct Unreachable {
+    Incarnation incarnation = 0;  // 0: not known
+    absl::Time since = {};
+  };
+  absl::flat_hash_map<WorkerRank, Unreachable> unreachable_ ABSL_GUARDED_BY(mu_);
   absl::Time tried_again_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 

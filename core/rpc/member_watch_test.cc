@@ -120,6 +120,41 @@ TEST_F(MemberWatchTest, WhoWasReachedMeanwhileHasAllOfItAgain) {
   EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kTryAgain);
 }
 
+TEST_F(MemberWatchTest, ANewIncarnationHasAllOfIt) {
+  const auto unanswered = [&](Incarnation incarnation) {
+    return Broke({.incarnation = incarnation, .is_there = true, .asked_for = now_});
+  };
+  EXPECT_EQ(unanswered(1), Verdict::kTryAgain);
+  now_ += kPatience;
+  EXPECT_EQ(unanswered(2), Verdict::kTryAgain);
+  now_ += kPatience - absl::Seconds(1);
+  EXPECT_EQ(unanswered(0), Verdict::kTryAgain) << "the store has not said which";
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(unanswered(2), Verdict::kLost);
+}
+
+// As one that is among the next.
+TEST_F(MemberWatchTest, SoHasOneThatIsWatchedTooAndWasReachedMeanwhile) {
+  const auto unanswered = [&] { return Broke({.peer = 3, .is_there = true, .asked_for = now_}); };
+  watch_.WatchToo(3);
+  EXPECT_EQ(unanswered(), Verdict::kTryAgain);
+  Tick(/*is_first=*/false, /*can=*/false);
+  now_ += kPatience - absl::Seconds(1);
+  EXPECT_EQ(unanswered(), Verdict::kTryAgain);
+  Tick();  // it can be reached
+  now_ += absl::Seconds(1);
+  EXPECT_EQ(unanswered(), Verdict::kTryAgain);
+}
+
+TEST_F(MemberWatchTest, SoHasOneThatWasNotWatchedForAWhile) {
+  EXPECT_EQ(Unanswered(absl::ZeroDuration()), Verdict::kTryAgain);
+  ASSERT_TRUE(peers_->SetLost(2, 1, "another one says so"));
+  Tick(/*is_first=*/false, /*can=*/false);
+  ASSERT_TRUE(peers_->SetAlive(2, 1, peers_->LossOf(2, 1)));
+  now_ += kPatience;
+  EXPECT_EQ(Unanswered(absl::ZeroDuration()), Verdict::kTryAgain);
+}
+
 TEST_F(MemberWatchTest, WhoLacksTheMeansToConnectKnowsNothing) {
   const absl::Status why = absl::ResourceExhaustedError("no descriptors");
   EXPECT_EQ(Broke({.asked_for = now_}, why), Verdict::kNothing);
