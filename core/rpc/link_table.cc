@@ -294,11 +294,15 @@ void LinkTable::Connect(const std::shared_ptr<Link>& link, WorkerRank to, uint64
   if (is_lost) SendPing(*link);
   absl::StatusOr<std::shared_ptr<Connection>> connection = transport_->Connect(peer->address, link);
   if (!connection.ok()) return link->Close(connection.status());
-  // Should there be no memory for the rest: the link ends without it, and nobody else knows it.
-  absl::Cleanup close = [&] { (*connection)->Close(); };
-  link->SendHello(**connection, std::move(packet));
-  link->SetConnection(*connection);
-  std::move(close).Cancel();
+  try {
+    link->SendHello(**connection, std::move(packet));
+    link->SetConnection(*connection);
+  } catch (const std::bad_alloc&) {
+    // The link first: it says what it has ended of. The connection, of which it need not know,
+    // would say that it was closed.
+    link->Close(StatusFromStdException(std::current_exception()));
+    (*connection)->Close();
+  }
 }
 
 // The bulk link of a link. The end that opened the link opens this, too, for the other one may have

@@ -51,7 +51,23 @@ class FullTransport : public Transport {
   std::vector<std::shared_ptr<FullConnection>> connections;
 };
 
-// It would stay open, with the link as its receiver, until the peer gives it up.
+// Keeps why links have ended. For one thread.
+class RecordingUser : public LinkTable::User {
+ public:
+  absl::Status OnPacket(const std::shared_ptr<Link>&, Packet) override { return absl::OkStatus(); }
+  uint64_t BegunSoFar() override { return 0; }
+  void OnPeerLost(WorkerRank, uint64_t, const absl::Status& why) override { lost.push_back(why); }
+  void OnLinkEnded(const MemberWatch::ClosedLink&, const absl::Status& why) override {
+    ended.push_back(why);
+  }
+  void OnRevived(WorkerRank, Incarnation, uint64_t) override {}
+  void OnMemberEvents() override {}
+
+  std::vector<absl::Status> lost, ended;
+};
+
+// It would stay open, with the link as its receiver, until the peer gives it up. That the memory is
+// this worker's lack is what its watch has to hear, or it would take the peer for lost.
 TEST(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
   FakeClock clock;
   FullTransport transport;
@@ -67,12 +83,18 @@ TEST(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
       std::make_shared<CallTable>(&clock, Limits{}, std::make_shared<TraceRecorder>(), peers);
   const auto links = std::make_shared<LinkTable>(&clock, &transport, /*directory=*/nullptr,
                                                  absl::InfiniteDuration(), Limits{}, peers, calls);
+  const auto user = std::make_shared<RecordingUser>();
+  ASSERT_TRUE(links->Listen(user).ok());
   links->Start();
   const std::weak_ptr<Link> link = *links->To(1);
   link.lock()->Send(Packet{"x", {}});
   ASSERT_EQ(transport.connections.size(), 1u);
   EXPECT_TRUE(transport.connections[0]->closed);
   EXPECT_TRUE(link.expired());
+  for (const auto& told : {user->lost, user->ended}) {
+    ASSERT_EQ(told.size(), 1u);
+    EXPECT_EQ(told[0].code(), absl::StatusCode::kResourceExhausted) << told[0];
+  }
   links->Close(absl::CancelledError("end"));
 }
 

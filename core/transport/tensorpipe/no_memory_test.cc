@@ -11,6 +11,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/synchronization/notification.h"
 #include "core/base/event_loop.h"
 #include "core/transport/tensorpipe/tensorpipe_transport.h"
 #include "core/transport/transport_testing.h"
@@ -27,6 +28,10 @@ struct Pair {
     connection = client->Connect(address, at_client).value();
     connection->Send(BytesPacket("first"), nullptr);
     at_server->AwaitPackets(1);
+    // What this thread hands in would be left to the client's, if that was still in TensorPipe.
+    absl::Notification is_out;
+    client->loop()->Run([&] { is_out.Notify(); });
+    is_out.WaitForNotification();
   }
 
   const std::shared_ptr<RecordingReceiver> at_server = std::make_shared<RecordingReceiver>();
@@ -69,6 +74,17 @@ TEST(TensorPipeNoMemoryDeathTest, WhereTensorPipeFindsNoneTheProcessEnds) {
   }
 }
 
+// Of what is handed on by a thread that is in TensorPipe nothing is lost.
+void CloseHere(int nth) {
+  alarm(60);
+  Pair pair;
+  FailAllocation(nth);
+  pair.connection->Close();
+  FailAllocation(-1);
+  pair.at_client->AwaitClosed().IgnoreError();
+  _exit(0);
+}
+
 bool WentOnOrEnded(int status) {
   return (WIFEXITED(status) && WEXITSTATUS(status) == 0) ||
          (WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
@@ -82,6 +98,14 @@ void Arrive(int nth) {
   pair.connection->Send(PatternPacket(1, "x", {100}), nullptr);
   while (pair.at_server->count() < 2 && !pair.at_server->closed()) std::this_thread::yield();
   _exit(0);
+}
+
+TEST(TensorPipeNoMemoryDeathTest, ACloseIsToldOrEndsTheProcess) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  for (int nth = 0; nth < 12; ++nth) {
+    SCOPED_TRACE(nth);
+    EXPECT_EXIT(CloseHere(nth), WentOnOrEnded, "");
+  }
 }
 
 TEST(TensorPipeNoMemoryDeathTest, AnArrivalDoesNotLeaveTheTransportStanding) {

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
@@ -129,6 +130,17 @@ auto InTensorPipe(const F& f) noexcept {
   return f();
 }
 
+// Keeps an error of TensorPipe's in what moves without memory, which its text does not: null for
+// none.
+using KeptError = std::shared_ptr<const tensorpipe::Error>;
+KeptError Keep(const tensorpipe::Error& error) {
+  if (!error) return nullptr;
+  return AwaitMemory([&] { return std::make_shared<const tensorpipe::Error>(error); });
+}
+const tensorpipe::Error& ErrorOf(const KeptError& kept) {
+  return kept != nullptr ? *kept : tensorpipe::Error::kSuccess;
+}
+
 // Keeps a loop running until it is removed from it: what is delivered while a transport ends needs
 // the loop. Immutable.
 class KeepsLoopRunning final : public Loop::Handler {
@@ -152,9 +164,11 @@ class Shared {
   // Runs `task`, a callback for others, on a thread of the transport: here and now if this is one.
   // What one TensorPipe callback follows from another keeps its order, as the later one is asked
   // for by the task of the earlier one.
-  // TensorPipe calls back once, so this waits where there is no memory to hand the task on.
+  // TensorPipe calls back once, so this waits where there is no memory to hand the task on, also on
+  // a thread that has locks of others: the little that it needs does not come from what those hold.
   template <typename Task>
   void Deliver(Task task) noexcept {
+    static_assert(std::is_nothrow_move_constructible_v<Task>, "a second try would have half of it");
     if (asking == nullptr && (!is_sockets || EventLoop::Current() == loop.get())) return task();
     const auto kept = AwaitMemory([&] { return std::make_shared<Task>(std::move(task)); });
     AwaitMemory([&] { loop->Run([kept] { (*kept)(); }); });
@@ -245,7 +259,7 @@ class PipeConnection final : public Connection,
                                     }
                                   });
     });
-    Start(std::move(receiver));
+    AwaitMemory([&] { Start(receiver); });
   }
 
   void Send(Packet packet, SendDone done) override {
@@ -262,7 +276,8 @@ class PipeConnection final : public Connection,
                                                    sending](const tensorpipe::Error& error) {
       // Of what a thread sends itself it may hear at once.
       if (asking == sending.get()) return self->FinishSend(*sending, error);
-      self->shared_->Deliver([self, sending, error] { self->FinishSend(*sending, error); });
+      self->shared_->Deliver(
+          [self, sending, error = Keep(error)] { self->FinishSend(*sending, ErrorOf(error)); });
     };
     if (!shared_->ExpectUnlessClosing()) {
       sending->packet = Packet();  // it goes before the sender hears that it is done with
@@ -320,10 +335,11 @@ class PipeConnection final : public Connection,
   tensorpipe::Pipe::read_descriptor_callback_fn OnDescriptor() {
     return [self = shared_from_this()](const tensorpipe::Error& error,
                                        tensorpipe::Descriptor descriptor) {
-      self->shared_->Deliver([self, error, descriptor = std::move(descriptor)]() mutable {
-        if (error) return self->Finish(self->Lost(error));
-        self->Read(std::move(descriptor));
-      });
+      self->shared_->Deliver(
+          [self, error = Keep(error), descriptor = std::move(descriptor)]() mutable {
+            if (error != nullptr) return self->Finish(self->Lost(*error));
+            self->Read(std::move(descriptor));
+          });
     };
   }
 
@@ -353,8 +369,8 @@ class PipeConnection final : public Connection,
     InTensorPipe([&] {
       pipe_->read(std::move((*incoming)->allocation),
                   [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
-                    self->shared_->Deliver([self, in, error] {
-                      if (error) return self->Finish(self->Lost(error));
+                    self->shared_->Deliver([self, in, error = Keep(error)] {
+                      if (error != nullptr) return self->Finish(self->Lost(*error));
                       if (!in->on_gpus) return self->Deliver(std::move(in->packet));
                       self->AwaitGpus(in);
                     });
@@ -364,13 +380,13 @@ class PipeConnection final : public Connection,
 
   // What a channel has read for a GPU is only in flight to it.
   void AwaitGpus(std::shared_ptr<Incoming> in) {
-    shared_->gpus->AfterArrival(in->packet,
-                                [self = shared_from_this(), in](const absl::Status& arrived) {
-                                  self->shared_->Deliver([self, in, arrived] {
-                                    if (arrived.ok()) return self->Deliver(std::move(in->packet));
-                                    self->Finish(self->Receiving(arrived));
-                                  });
-                                });
+    shared_->gpus->AfterArrival(
+        in->packet, [self = shared_from_this(), in](const absl::Status& arrived) {
+          self->shared_->Deliver([self, in, arrived = absl::Status(arrived)] {
+            if (arrived.ok()) return self->Deliver(std::move(in->packet));
+            self->Finish(self->Receiving(arrived));
+          });
+        });
   }
 
   void Deliver(Packet packet) {
@@ -468,8 +484,8 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
     InTensorPipe([this] {
       listener_->accept([self = shared_from_this()](const tensorpipe::Error& error,
                                                     std::shared_ptr<tensorpipe::Pipe> pipe) {
-        self->shared_->Deliver([self, error, pipe = std::move(pipe)]() mutable {
-          if (error) return self->Finish(error);
+        self->shared_->Deliver([self, error = Keep(error), pipe = std::move(pipe)]() mutable {
+          if (error != nullptr) return self->Finish(*error);
           self->Take(std::move(pipe));
           self->AcceptNext();
         });

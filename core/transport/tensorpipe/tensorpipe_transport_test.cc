@@ -259,7 +259,8 @@ TEST(TensorPipeTransportTest, NoReceiver) {
   const std::string address = server->Listen([](auto) { return nullptr; }).value();
   auto receiver = std::make_shared<RecordingReceiver>();
   auto connection = client->Connect(address, receiver).value();
-  EXPECT_EQ(receiver->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+  // Somebody is there, who lacks memory for it, say.
+  EXPECT_EQ(receiver->AwaitClosed().code(), absl::StatusCode::kAborted);
 }
 
 // That says nothing of whether somebody listens there.
