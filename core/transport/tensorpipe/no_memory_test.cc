@@ -102,7 +102,7 @@ void Arrive(int nth) {
 
 TEST(TensorPipeNoMemoryDeathTest, ACloseIsToldOrEndsTheProcess) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  for (int nth = 0; nth < 12; ++nth) {
+  for (int nth = 0; nth < 30; ++nth) {
     SCOPED_TRACE(nth);
     EXPECT_EXIT(CloseHere(nth), WentOnOrEnded, "");
   }
