@@ -150,6 +150,10 @@ absl::StatusOr<OptimizerSnapshot> Snapshot(Optimizer& optimizer, const TensorMap
     }
     options.push_back(std::move(group));
   }
+  // What a load would refuse is said while there is still the optimizer that has it.
+  StateForm check = FormOf(groups, /*copy=*/false);
+  check.check_only = true;
+  DG_RETURN_IF_ERROR(Annotate(LoadState(state, &optimizer, check), "it could not be loaded again"));
   OptimizerSnapshot snapshot;
   for (StateTensor& each : state) {
     absl::string_view rest = each.name;

@@ -27,8 +27,8 @@ namespace distgrad {
 
 // Writes the options of all groups and the state of all parameters, as SaveSafetensors() does, from
 // where they are. The parameters may be more than the optimizer has. kInvalidArgument if one of the
-// optimizer's has no name; kUnimplemented for optimizers that core/optim/optimizer_state.h does not
-// know. The optimizer must not run meanwhile.
+// optimizer's has no name, and for a state that a load would refuse; kUnimplemented for optimizers
+// that core/optim/optimizer_state.h does not know. The optimizer must not run meanwhile.
 absl::Status SaveOptimizer(torch::optim::Optimizer& optimizer, const TensorMap& parameters,
                            const std::string& path);
 

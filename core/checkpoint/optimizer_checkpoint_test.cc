@@ -119,6 +119,28 @@ TEST_F(OptimizerCheckpointTest, ASnapshotStaysAsItWasTaken) {
   }
 }
 
+// Else it is found out when the job comes back, and the optimizer is gone.
+TEST_F(OptimizerCheckpointTest, WhatALoadWouldRefuseIsNotSaved) {
+  const auto is_refused = [&](const std::string& part) {
+    const std::string path = path_ + ".new";
+    const absl::Status saved = SaveOptimizer(*adam_, parameters_, path);
+    EXPECT_EQ(saved.code(), absl::StatusCode::kInvalidArgument) << saved;
+    EXPECT_TRUE(absl::StrContains(saved.message(), part)) << saved << "\nlacks " << part;
+    EXPECT_TRUE(absl::StrContains(saved.message(), path)) << saved;
+    EXPECT_FALSE(std::filesystem::exists(path));
+    std::filesystem::remove(path);
+  };
+  auto& options = static_cast<AdamOptions&>(adam_->param_groups()[0].options());
+  options.lr(-0.5);
+  is_refused("'param_groups.0.lr' is -0.5");
+  options.lr(0.25).amsgrad(true);
+  is_refused("'state.fc.weight.max_exp_avg_sq' is missing");
+  options.amsgrad(false);
+  // As Module::to() does.
+  parameters_["fc.bias"].set_data(parameters_["fc.bias"].detach().to(at::kFloat));
+  is_refused("'state.fc.bias.exp_avg' has dtype Double, not Float");
+}
+
 TEST_F(OptimizerCheckpointTest, ManyStepsAreCountedExactly) {
   for (const int64_t steps : {int64_t{1} << 24, (int64_t{1} << 24) + 1}) {
     for (auto& [key, state] : adam_->state()) {

@@ -162,8 +162,8 @@ impl Optimizer<'_> {
     /// Saves this worker's part to a safetensors file, by the names of its parameters, which may be
     /// more than the optimizer has. A step waits until its state is copied in memory.
     ///
-    /// `Code::InvalidArgument` if a parameter of the optimizer has no name here; else errors of the
-    /// operating system.
+    /// `Code::InvalidArgument` if a parameter of the optimizer has no name here, and for a state
+    /// that [`load`](Optimizer::load) would refuse; else errors of the operating system.
     #[doc(alias = "dg_optimizer_save")]
     pub fn save(
         &self,

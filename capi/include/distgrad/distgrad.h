@@ -1221,9 +1221,10 @@ DG_API void dg_safetensors_file_destroy(dg_safetensors_file* file) DG_NOEXCEPT;
 /* Saves this worker's part of an optimizer to a file, by the names of its parameters, and loads it
  * from one; a load replaces its state and all its options. parameters[0..count) may be more than
  * the optimizer has. A step waits for copies in memory while it is saved, and for all of it while
- * it is loaded. DG_INVALID_ARGUMENT also if a parameter of the optimizer has no name here, and,
- * with nothing changed, for what is missing in the file, unexpected in it, or of another shape or
- * dtype; DG_NOT_FOUND once the part is removed, and for a file that is not there.
+ * it is loaded. DG_INVALID_ARGUMENT also if a parameter of the optimizer has no name here; for the
+ * save of a state that a load would refuse; and, with nothing changed, for what is missing in the
+ * file, unexpected in it, or of another shape or dtype; DG_NOT_FOUND once the part is removed, and
+ * for a file that is not there.
  * docs/checkpoints.md, "Optimizers", has the names in the file, and how Python reads and writes it.
  * Waits. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_save(dg_optimizer* optimizer, const dg_str* names,
