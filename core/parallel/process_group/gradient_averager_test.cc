@@ -1,6 +1,7 @@
 // Averages over ranks, when they overlap the backward, and ranks that fail or differ.
 #include "core/parallel/process_group/gradient_averager.h"
 
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 #include <torch/autograd.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
@@ -112,6 +113,31 @@ TEST(GradientAveragerTest, AverageTakesGradientsThatNoBackwardGave) {
       EXPECT_TRUE(a.grad().equal(torch::full({2, 3}, 1.5f))) << a.grad();
       EXPECT_TRUE(b.grad().defined() && b.grad().equal(torch::full({5}, 2.0f))) << b.grad();
       EXPECT_FALSE(unused.grad().defined());
+    }
+  });
+}
+
+// They have no version, which would throw, and fail the group for all.
+TEST(GradientAveragerTest, AverageTakesGradientsOfInferenceMode) {
+  RunRanks(2, [](Group group) {
+    const float rank = group->rank();
+    const Tensor a = Parameter({2, 3});
+    const auto averager = NewAverager(group, {{"a", a}});
+    for (const bool averages_in_it : {false, true}) {
+      Tensor held;  // which nobody may write to outside of that mode
+      {
+        const c10::InferenceMode mode(rank == 1);
+        held = torch::full({2, 3}, rank + 1);
+        a.mutable_grad() = held;
+        if (averages_in_it) {
+          EXPECT_EQ(averager->Average(), absl::OkStatus());
+        }
+      }
+      if (!averages_in_it) {
+        EXPECT_EQ(averager->Average(), absl::OkStatus());
+      }
+      EXPECT_TRUE(a.grad().equal(torch::full({2, 3}, 1.5f))) << a.grad();
+      EXPECT_FALSE(a.grad().is_inference()) << "what a backward adds to";
     }
   });
 }

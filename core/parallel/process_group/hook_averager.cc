@@ -2,6 +2,7 @@
 #include "core/parallel/process_group/hook_averager.h"
 
 #include <ATen/ops/count_nonzero.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <string>
@@ -60,9 +61,17 @@ void HookAverager::Close() {
 // -------------------------------------------------------------------------------------- Backward
 
 HookAverager::Seen HookAverager::SeenOf(const at::Tensor& gradient) {
+  std::optional<int64_t> version = 0;
+  if (gradient.defined()) {
+    if (gradient.is_inference()) {
+      version.reset();
+    } else {
+      version = static_cast<int64_t>(gradient._version());
+    }
+  }
   return {c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(
               gradient.getIntrusivePtr()),
-          gradient.defined() ? static_cast<int64_t>(gradient._version()) : 0};
+          version};
 }
 
 void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
@@ -195,8 +204,9 @@ absl::Status HookAverager::FinishRound() {
       const at::Tensor& gradient = gradients[slot.tensor];
       const at::Tensor& average = averages[slot.tensor];
       if (!average.defined()) continue;
+      // Outside of inference mode nobody may write to a gradient of that.
       if (gradient.defined() && gradient.layout() == at::kStrided && bucket.flat &&
-          !IsPrivate(gradient)) {
+          !gradient.is_inference() && !IsPrivate(gradient)) {
         to.push_back(gradient);
         from.push_back(average);
       } else {
@@ -215,6 +225,8 @@ absl::Status HookAverager::FinishRound() {
 }
 
 absl::Status HookAverager::Average() {
+  // Backwards add to what it leaves in .grad, in any mode.
+  const c10::InferenceMode off(false);
   absl::MutexLock lock(&sequence_.mu());
   if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {

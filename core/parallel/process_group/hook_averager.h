@@ -51,14 +51,16 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   void Drop() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { round_.reset(); }
 
  private:
-  // A gradient and its version, when it was seen last.
+  // A gradient and its version, when it was seen last. One of inference mode has no version, and so
+  // is equal to none: it may have been written to.
   struct Seen {
     // Of one that is gone no other one can have the address, then.
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> gradient;
-    int64_t version;
+    std::optional<int64_t> version;
 
     bool operator==(const Seen& other) const {
-      return gradient._unsafe_get_target() == other.gradient._unsafe_get_target() &&
+      return version.has_value() &&
+             gradient._unsafe_get_target() == other.gradient._unsafe_get_target() &&
              version == other.version;
     }
     bool operator!=(const Seen& other) const { return !(*this == other); }
