@@ -129,6 +129,9 @@ std::string ThisProcess() {
 
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
   constexpr int kTries = 100;
+  // Most changes are over at once. A file system of the network may show a name for seconds longer.
+  constexpr int kTriesAtOnce = 10;
+  constexpr absl::Duration kPause = absl::Milliseconds(50);
   std::vector<StepFolder> steps;
   bool changed = true, was_empty = false;
   for (int i = 0; changed; ++i) {
@@ -136,6 +139,7 @@ absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
       return absl::AbortedError(absl::StrCat("the checkpoints of ", folder,
                                              " change while they are listed, ", kTries, " times"));
     }
+    if (i >= kTriesAtOnce) absl::SleepFor(kPause);
     changed = false;
     DG_ASSIGN_OR_RETURN(const auto ours, Ours(folder, &changed));
     steps.clear();
@@ -145,7 +149,7 @@ absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
         // It is not whole yet; or its job has given it its name, or removed it, and what has taken
         // its place may have come after the names were read.
         struct stat is = {};
-        if (lstat(path.c_str(), &is) != 0) changed = true;
+        if (lstat(path.c_str(), &is) != 0 || MayHaveManifest(path)) changed = true;
         continue;
       }
       steps.push_back({path, name.step, std::move(manifest)});

@@ -90,19 +90,46 @@ TEST_F(StepFoldersTest, WhoListsWhileOthersSaveMissesNone) {
     }
     is_over = true;
   });
-  while (!is_over) {
+  int listed = 0, aborted = 0;
+  for (bool was_over = false; !was_over;) {
+    was_over = is_over;
     const uint64_t before = saved;
     const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
     if (!steps.ok()) {
       // That it is in one's way it may say.
       EXPECT_EQ(steps.status().code(), absl::StatusCode::kAborted) << steps.status();
+      ++aborted;
       continue;
     }
+    ++listed;
     const bool has_one = !steps->empty() && (*steps)[0].manifest.ok();
     EXPECT_TRUE(has_one);
     EXPECT_GE(has_one ? (*steps)[0].manifest->sequence : 0, before);
   }
   other.join();
+  EXPECT_GT(listed, aborted) << "it says so only after many tries";
+}
+
+// As where a folder loses its manifest to a removal, and another with one gets its name, before it
+// is looked at again.
+TEST_F(StepFoldersTest, AManifestThatIsThereAfterAllIsRead) {
+  Save(*Lock(), 1);
+  const std::string manifest = folder_ + "/step-000001/manifest.json";
+  fs::rename(manifest, manifest + ".whole");
+  fs::create_symlink("nothing", manifest);  // it is there, and opening it says ENOENT
+  std::atomic<bool> has_begun{false};
+  std::thread other([&] {
+    while (!has_begun) std::this_thread::yield();
+    fs::rename(manifest + ".whole", manifest);
+  });
+  absl::StatusOr<std::vector<StepFolder>> steps;
+  do {
+    has_begun = true;
+    steps = ListSteps(folder_);
+  } while (absl::IsAborted(steps.status()));
+  other.join();
+  ASSERT_TRUE(steps.ok()) << steps.status();
+  EXPECT_EQ(steps->size(), 1u);
 }
 
 // A copy, say: what is asked for by its step would be another one.
@@ -224,6 +251,19 @@ TEST_F(StepFoldersTest, NothingIsWrittenBesideAManifestThatCannotBeRead) {
   EXPECT_EQ((*ListSteps(folder_))[0].manifest->sequence, 2u);
 }
 
+// Whoever gets an empty list begins at step 0.
+TEST_F(StepFoldersTest, ADeviceThatIsGoneHidesNoCheckpoint) {
+  Save(*Lock(), 100);
+  const std::string manifest = folder_ + "/step-000100/manifest.json";
+  fs::remove(manifest);
+  ASSERT_EQ(mknod(manifest.c_str(), S_IFSOCK | 0600, 0), 0);  // whose open() says ENXIO
+  const absl::StatusOr<std::vector<StepFolder>> listed = ListSteps(folder_);
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  ASSERT_EQ(listed->size(), 1u);
+  EXPECT_FALSE((*listed)[0].manifest.ok() || IsDamage((*listed)[0].manifest.status()))
+      << (*listed)[0].manifest.status();
+}
+
 TEST_F(StepFoldersTest, WithoutPermissionNothingIsSavedAndNothingIsDamaged) {
   Save(*Lock(), 100);
   const std::string manifest = folder_ + "/step-000100/manifest.json";
@@ -251,19 +291,6 @@ TEST_F(StepFoldersTest, WithoutPermissionNothingIsSavedAndNothingIsDamaged) {
   ASSERT_EQ(chmod(manifest.c_str(), 0600), 0);
   EXPECT_EQ(Steps(), std::vector<int64_t>{100});
 }
-// Whoever gets an empty list begins at step 0.
-TEST_F(StepFoldersTest, ADeviceThatIsGoneHidesNoCheckpoint) {
-  Save(*Lock(), 100);
-  const std::string manifest = folder_ + "/step-000100/manifest.json";
-  fs::remove(manifest);
-  ASSERT_EQ(mknod(manifest.c_str(), S_IFSOCK | 0600, 0), 0);  // whose open() says ENXIO
-  const absl::StatusOr<std::vector<StepFolder>> listed = ListSteps(folder_);
-  ASSERT_TRUE(listed.ok()) << listed.status();
-  ASSERT_EQ(listed->size(), 1u);
-  EXPECT_FALSE((*listed)[0].manifest.ok() || IsDamage((*listed)[0].manifest.status()))
-      << (*listed)[0].manifest.status();
-}
-
 
 // A save failed when its folder was to get its name, and that of the same step succeeded later.
 TEST_F(StepFoldersTest, AnOlderAttemptDoesNotTakeTheNameOfANewerOne) {
