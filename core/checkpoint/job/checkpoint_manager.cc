@@ -377,6 +377,7 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
                         "it has the checkpoint of step ", from.manifest->step,
                         ", and so has been copied or renamed: give it the name of its step")));
   }
+  DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, parts.Plans(options.deadline));
   const absl::StatusOr<std::string> read = ReadManifestText(from.path);
   const auto gone = [&](const absl::Status& why) {
     *reached = Reached::kGone;
@@ -386,10 +387,13 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
   if (absl::IsNotFound(read.status())) return gone(read.status());
   if (!read.ok()) return OfLeader(leader, read.status());
   const std::string& text = *read;
-  DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, parts.Plans(options.deadline));
   // Another may have taken its place since it was listed.
   const absl::StatusOr<Manifest> manifest = ParseManifest(text);
   if (!manifest.ok()) return gone(manifest.status());
+  if (manifest->step != from.step) {
+    return gone(absl::FailedPreconditionError(
+        absl::StrCat("it has the checkpoint of step ", manifest->step, " now")));
+  }
   LoadedCheckpoint loaded{manifest->step, from.path, {}, {}, {}};
   loaded.unexpected = Unexpected(*manifest, plans);
   const uint64_t token = RandomNumber();

@@ -408,6 +408,43 @@ TEST_F(CheckpointManagerTest, ACopyIsNotTheCheckpointOfItsName) {
   EXPECT_TRUE(absl::StrContains(copy.message(), "it has the checkpoint of step 100")) << copy;
 }
 
+// Calls a function when a load first asks what the parts have. Thread-safe.
+class WhenAsked final : public FaultInjector {
+ public:
+  explicit WhenAsked(std::function<void()> function) : function_(std::move(function)) {}
+  Action OnSend(const std::string&, const std::string&, Packet& packet) override {
+    if (absl::StrContains(packet.bytes, kCheckpointPlan) && is_on.exchange(false)) function_();
+    return Action::kDeliver;
+  }
+  std::atomic<bool> is_on{false};
+
+ private:
+  const std::function<void()> function_;
+};
+
+// Who asks for a step gets that or none, also where another job renames and copies meanwhile.
+TEST_F(CheckpointManagerTest, AnotherStepDoesNotTakeThePlaceOfTheOneThatIsAskedFor) {
+  const auto faults = std::make_shared<WhenAsked>([this] {
+    fs::remove_all(folder_ + "/step-000100");
+    fs::copy(folder_ + "/step-000200", folder_ + "/step-000100", fs::copy_options::recursive);
+  });
+  Cluster cluster({.workers = 2, .faults = faults});
+  const at::Tensor weight = at::ones({3});
+  const auto part = Part(cluster[1], {.tensors = {{"weight", weight}}});
+  const auto manager = Manager(cluster[0], {.workers = {WorkerName(1)}});
+  for (const int64_t step : {100, 200}) {
+    weight.fill_(step);
+    ASSERT_TRUE(manager->Save(step).ok());
+  }
+  weight.zero_();
+  faults->is_on = true;
+  const absl::Status status = manager->Load({.step = 100}).status();
+  EXPECT_FALSE(faults->is_on);
+  EXPECT_EQ(status.code(), Code::kInvalidArgument) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "it has the checkpoint of step 200")) << status;
+  EXPECT_TRUE(at::equal(weight, at::zeros({3}))) << "nothing is loaded";
+}
+
 // One of them would have the values of the other.
 TEST_F(CheckpointManagerTest, TensorsThatShareMemoryHaveToHaveTheSameValues) {
   Cluster cluster({.workers = 1});
