@@ -14,7 +14,6 @@
 #include <cerrno>
 #include <map>
 #include <memory>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -28,6 +27,7 @@
 #include "core/base/wire.h"
 #include "core/checkpoint/durable_file.h"
 #include "core/checkpoint/row_major.h"
+#include "core/checkpoint/shared_memory.h"
 #include "core/tensor/exception.h"
 
 namespace distgrad {
@@ -349,34 +349,18 @@ absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tenso
   for (const auto& [name, info] : file.header().tensors) {
     if (tensors.count(name) == 0) complain(name, "is unexpected");
   }
+  if (errors.empty()) {
+    const auto conflicts = FindConflicts(
+        tensors, [&](const std::string& name) { return file.Checksum(name); },
+        [&](const std::string& name) { return file.Read(name); });
+    if (!conflicts.ok()) return Annotate(conflicts.status(), absl::StrCat("loading ", path));
+    for (const auto& [name, why] : *conflicts) complain(name, why);
+  }
   if (!errors.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", errors.Text()));
   }
   for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
-  for (const std::string& name : NamesThatShareMemory(tensors)) {
-    DG_ASSIGN_OR_RETURN(const uint32_t sum, file.Checksum(name));
-    if (RowMajorChecksum(tensors.at(name)) != sum) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": ", QuoteName(name),
-                       " shares memory with another tensor, for which the file has other values; "
-                       "both are read"));
-    }
-  }
   return absl::OkStatus();
-}
-
-std::set<std::string> NamesThatShareMemory(const TensorMap& tensors) {
-  std::map<const c10::StorageImpl*, std::vector<std::string>> by_storage;
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor.defined() && tensor.has_storage()) {
-      by_storage[tensor.storage().unsafeGetStorageImpl()].push_back(name);
-    }
-  }
-  std::set<std::string> sharing;
-  for (const auto& [storage, names] : by_storage) {
-    if (names.size() > 1) sharing.insert(names.begin(), names.end());
-  }
-  return sharing;
 }
 
 }  // namespace distgrad

@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -115,12 +114,9 @@ absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path);
 
 // Writes what is in a file to these tensors, as SafetensorsFile::ReadInto. kInvalidArgument, and
 // nothing is written, lists what is missing in the file, what is unexpected in it, and what has
-// another dtype or shape. Tensors that share memory have to have the same values in the file, or it
-// is kInvalidArgument once they have been written.
+// another dtype or shape, or shares memory with another tensor, and not its values
+// (shared_memory.h).
 absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors);
-
-// The names of tensors whose storage is that of another name, too.
-std::set<std::string> NamesThatShareMemory(const TensorMap& tensors);
 
 }  // namespace distgrad
 

@@ -233,9 +233,24 @@ TEST_F(SafetensorsTest, TensorsThatShareMemoryAreEachWrittenInFull) {
 TEST_F(SafetensorsTest, TensorsThatShareMemoryHaveToHaveTheSameValues) {
   const at::Tensor tied = at::randn({4, 4});
   Save({{"embedding", tied}, {"head", tied + 1}});
-  const absl::Status status = LoadSafetensorsInto(path_, {{"embedding", tied}, {"head", tied.t()}});
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-  EXPECT_TRUE(absl::StrContains(status.message(), "'embedding'")) << status;
+  const auto refuses = [&](const at::Tensor& embedding, const at::Tensor& head,
+                           const std::string& why) {
+    const at::Tensor before = embedding.clone();
+    const absl::Status status =
+        LoadSafetensorsInto(path_, {{"embedding", embedding}, {"head", head}});
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "'head'")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), why)) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), path_)) << status;
+    EXPECT_TRUE(embedding.equal(before)) << "nothing is written";
+  };
+  const at::Tensor zeros = at::zeros({4, 4});
+  refuses(zeros, zeros, "is the same memory as 'embedding'");
+  refuses(zeros, zeros.t(), "shares memory with another tensor");
+  // Of two storages, too.
+  std::vector<float> buffer(16);
+  refuses(at::from_blob(buffer.data(), {4, 4}), at::from_blob(buffer.data(), {4, 4}),
+          "is the same memory as 'embedding'");
 }
 
 TEST_F(SafetensorsTest, ParametersAndInferenceTensors) {

@@ -333,8 +333,9 @@ impl LoadOptions {
         self
     }
     /// Sets whether it is an error, and nothing is loaded, if something is missing in the
-    /// checkpoint, unexpected in it, or of another dtype or shape. Else that stays as it is, and is
-    /// listed. Default: true.
+    /// checkpoint, unexpected in it, of another dtype or shape, or shares memory with what has
+    /// other values. Else that stays as it is, and is listed; of what shares memory the first by
+    /// its name is loaded. Default: true.
     #[doc(alias = "DG_CHECKPOINT_LOAD_NOT_STRICT")]
     pub fn strict(mut self, strict: bool) -> Self {
         self.not_strict = !strict;
@@ -402,7 +403,7 @@ pub struct LoadedCheckpoint {
     pub missing: Vec<String>,
     /// What the checkpoint has, and nobody asked for.
     pub unexpected: Vec<String>,
-    /// What has another dtype or shape.
+    /// What has another dtype or shape, or shares memory with what has other values.
     pub mismatched: Vec<String>,
 }
 

@@ -66,7 +66,8 @@ pub fn load_safetensors(path: impl AsRef<Path>) -> Result<BTreeMap<String, Tenso
 
 /// Writes what is in a file to tensors, on whichever devices and with whichever strides. Converts
 /// nothing. `Code::InvalidArgument`, and nothing is written, also lists what is missing in the file,
-/// what is unexpected in it, and what has another dtype or shape.
+/// what is unexpected in it, what has another dtype or shape, and what shares memory with another
+/// tensor for which the file has other values.
 ///
 /// ```
 /// # fn f(weight: &distgrad::Tensor, bias: &distgrad::Tensor) -> distgrad::Result<()> {

@@ -1176,7 +1176,8 @@ DG_API DG_MUST_USE dg_error* dg_safetensors_load(dg_str path,
                                                  void* user_data) DG_NOEXCEPT;
 /* Writes what is in a file to tensors, on whichever devices and with whichever strides. Converts
  * nothing. DG_INVALID_ARGUMENT, and nothing is written, also lists what is missing in the file,
- * what is unexpected in it, and what has another dtype or shape. Waits. */
+ * what is unexpected in it, what has another dtype or shape, and what shares memory with another
+ * tensor for which the file has other values. Waits. */
 DG_API DG_MUST_USE dg_error* dg_safetensors_load_into(dg_str path, const dg_str* names,
                                                       const dg_tensor* const* tensors,
                                                       size_t count) DG_NOEXCEPT;
@@ -1373,8 +1374,9 @@ typedef struct dg_checkpoint_load_options {
 } dg_checkpoint_load_options;
 #define DG_CHECKPOINT_LOAD_OPTIONS_INIT \
   { sizeof(dg_checkpoint_load_options), -1, 0, 0 }
-/* What is missing in the checkpoint, unexpected in it, or of another dtype or shape stays as it is,
- * and is listed. Without this flag it is an error, and nothing is loaded. */
+/* What is missing in the checkpoint, unexpected in it, of another dtype or shape, or shares memory
+ * with what has other values stays as it is, and is listed; of what shares memory the first by its
+ * name is loaded. Without this flag it is an error, and nothing is loaded. */
 #define DG_CHECKPOINT_LOAD_NOT_STRICT UINT64_C(1)
 /* A damaged checkpoint, or one of which a file is not there, is passed over for the one before it.
  * Without this flag it is an error, as is, in any case, a file that cannot be read: it may be good.

@@ -42,8 +42,9 @@ struct CheckpointManagerOptions {
 struct LoadOptions {
   // Which checkpoint; none: the one that was saved last.
   std::optional<int64_t> step = std::nullopt;
-  // Whether it is an error, and nothing is loaded, if something is missing, unexpected, or of
-  // another dtype or shape. Else that stays as it is, and is listed.
+  // Whether it is an error, and nothing is loaded, if something is missing, unexpected, of another
+  // dtype or shape, or shares memory with what has other values. Else that stays as it is, and is
+  // listed; of what shares memory the first by its name is loaded.
   bool strict = true;
   // Whether a damaged checkpoint, or one of which a file is not there, is passed over for the one
   // before it. Else it is an error, as is any damaged manifest unless a step is asked for: it does

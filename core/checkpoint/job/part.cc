@@ -15,7 +15,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,6 +37,7 @@
 #include "core/checkpoint/optimizer_checkpoint.h"
 #include "core/checkpoint/row_major.h"
 #include "core/checkpoint/safetensors_header.h"
+#include "core/checkpoint/shared_memory.h"
 #include "core/optim/local_optimizer.h"
 #include "core/tensor/exception.h"
 #include "core/worker/optimizer.h"
@@ -390,16 +390,6 @@ class CheckpointPart::Impl {
           return staged.shards->DamagedTensor(*file, name);
         }
       }
-      const std::set<std::string> sharing = NamesThatShareMemory(contents_.tensors);
-      for (const auto& [name, file] : staged.tensors) {
-        if (sharing.count(name) == 0 ||
-            RowMajorChecksum(contents_.tensors.at(name)) == file->checksums.tensors.at(name)) {
-          continue;
-        }
-        return absl::InvalidArgumentError(
-            absl::StrCat(QuoteName(name), " shares memory with another tensor, for which the ",
-                         "checkpoint has other values"));
-      }
       for (const auto& [name, parts] : staged.optimizers) {
         DG_RETURN_IF_ERROR(UseOptimizer(name, contents_.optimizers.at(name),
                                         [parts = &parts](torch::optim::Optimizer& optimizer) {
@@ -554,10 +544,6 @@ class CheckpointPart::Impl {
   absl::Status Stage(const Request& request, const CheckRequest& check, Staged* staged,
                      CheckReply* reply) {
     Shards& shards = *staged->shards;
-    // By what a tensor is in memory: the first name, and the sum of its values.
-    using Place = std::tuple<const void*, at::ScalarType, bool, bool, std::vector<int64_t>,
-                             std::vector<int64_t>>;
-    std::map<Place, std::pair<std::string, uint32_t>> places;
     for (const auto& [name, tensor] : contents_.tensors) {
       const ManifestFile* const file = shards.FileOf(name);
       if (file == nullptr) {
@@ -569,17 +555,6 @@ class CheckpointPart::Impl {
       if (const std::string mismatch = open->Mismatch(name, tensor); !mismatch.empty()) {
         reply->mismatched.push_back(
             absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "' ", mismatch));
-        continue;
-      }
-      const uint32_t sum = file->checksums.tensors.at(name);
-      const auto [same, is_new] =
-          places.try_emplace(Place{tensor.const_data_ptr(), tensor.scalar_type(), tensor.is_conj(),
-                                   tensor.is_neg(), tensor.sizes().vec(), tensor.strides().vec()},
-                             name, sum);
-      if (!is_new && same->second.second != sum) {
-        reply->mismatched.push_back(absl::StrCat(
-            QuoteName(name), " of worker '", worker_->name(), "' is the same memory as ",
-            QuoteName(same->second.first), ", and has other values in the checkpoint"));
         continue;
       }
       staged->tensors.emplace_back(name, file);
@@ -597,6 +572,37 @@ class CheckpointPart::Impl {
                           open->Checksum(name, [&] { return CheckGoesOn(request, check.token); }));
       if (sum != file->checksums.tensors.at(name)) return shards.DamagedTensor(*file, name);
     }
+    return StageWhatSharesMemory(request, check, staged, reply);
+  }
+
+  // Leaves out what would take the place of another tensor in memory. The files are verified.
+  absl::Status StageWhatSharesMemory(const Request& request, const CheckRequest& check,
+                                     Staged* staged, CheckReply* reply) {
+    TensorMap tensors;
+    std::map<std::string, const ManifestFile*> files;
+    for (const auto& [name, file] : staged->tensors) {
+      tensors[name] = contents_.tensors.at(name);
+      files[name] = file;
+    }
+    DG_ASSIGN_OR_RETURN(
+        const auto conflicts,
+        FindConflicts(
+            tensors,
+            [&](const std::string& name) { return files.at(name)->checksums.tensors.at(name); },
+            [&](const std::string& name) -> absl::StatusOr<at::Tensor> {
+              DG_RETURN_IF_ERROR(CheckGoesOn(request, check.token));
+              DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open,
+                                  staged->shards->Open(*files.at(name)));
+              return open->Read(name);
+            }));
+    for (const auto& [name, why] : conflicts) {
+      reply->mismatched.push_back(
+          absl::StrCat(QuoteName(name), " of worker '", worker_->name(), "' ", why));
+    }
+    const auto is_left_out = [&](const auto& each) { return conflicts.count(each.first) > 0; };
+    staged->tensors.erase(
+        std::remove_if(staged->tensors.begin(), staged->tensors.end(), is_left_out),
+        staged->tensors.end());
     return absl::OkStatus();
   }
 
