@@ -14,7 +14,7 @@ struct BackwardOptions {
   // Keeps the graph for another backward of the same context; gradients of all of them add up.
   bool retain_graph = false;
   // The gradient of each root, of its shape and dtype; undefined, or none at all: ones, for roots
-  // of one element.
+  // of one real element.
   std::vector<at::Tensor> root_gradients = {};
   // The pass fails with kDeadlineExceeded if it is not over by then. Default: now plus
   // WorkerOptions::timeout.

@@ -62,9 +62,9 @@ impl<'w> Context<'w> {
     /// Computes the gradients of everything that `roots` depend on, on every worker. Waits until
     /// they are in place everywhere.
     ///
-    /// Roots were computed on this worker, from something that requires grad, and have one element
-    /// each ([`BackwardOptions::root_gradients`] is for others). After an error the context is good for
-    /// [`release`](Context::release) only.
+    /// Roots were computed on this worker, from something that requires grad, and have one real
+    /// element each ([`BackwardOptions::root_gradients`] is for others). After an error the context
+    /// is good for [`release`](Context::release) only.
     ///
     /// The error of a node keeps its code and names worker and node. Besides:
     /// `Code::FailedPrecondition` if the graph is used up or the context released,
@@ -189,8 +189,8 @@ impl BackwardOptions {
     pub fn new() -> Self {
         Self::default()
     }
-    /// Sets a gradient of its shape for each root; `None` means 1, for roots of one element.
-    /// Default: all 1.
+    /// Sets a gradient of its shape for each root; `None` means 1, for roots of one real
+    /// element. Default: all 1.
     pub fn root_gradients(mut self, gradients: &[Option<&Tensor>]) -> Self {
         self.root_gradients = gradients.iter().map(|gradient| gradient.cloned()).collect();
         self
