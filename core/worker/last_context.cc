@@ -15,6 +15,13 @@
 #include "core/base/wire.h"
 
 namespace distgrad {
+namespace {
+
+// From one time that somebody is asked until the next: contexts may come, and be refused, much
+// faster than members and the store are to be asked.
+constexpr absl::Duration kPause = absl::Milliseconds(100);
+
+}  // namespace
 
 absl::StatusOr<Message> ServeLastContext(const ContextRegistry& contexts) {
   Message message;
@@ -69,15 +76,18 @@ void LastContexts::AskAgain(WorkerRank maker, std::weak_ptr<void> owner) {
   {
     absl::MutexLock lock(&mu_);
     if (stage_ == Stage::kAllAreRefused) {
-      if (is_busy_) return;
+      if (is_busy_ || !next_.Passed()) return;
       for (const auto& [member, unheard] : unheard_) members.push_back(member);
       is_busy_ = true;
+      next_ = Deadline::After(kPause);
       awaited_ = members.size() + 1;
     } else {
       const auto found = unheard_.find(maker);
       if (found == unheard_.end() || found->second.is_asked) return;
+      if (!found->second.next.Passed()) return;
       members.push_back(maker);
       found->second.is_asked = true;
+      found->second.next = Deadline::After(kPause);
     }
   }
   Ask(members, owner);

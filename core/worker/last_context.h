@@ -65,7 +65,8 @@ class LastContexts {
   // deadline at most. Logs who has not answered.
   void AskAll(Deadline deadline);
   // Goes on with that: asks those again who have not answered, or `maker` for its last context. For
-  // each context that is refused; does not wait. `owner` keeps this alive.
+  // each context that is refused, but ten times a second at most; does not wait. `owner` keeps this
+  // alive.
   void AskAgain(WorkerRank maker, std::weak_ptr<void> owner);
   // Gives up what is asked, and asks nobody any more: what is refused stays so.
   void Stop();
@@ -102,10 +103,13 @@ class LastContexts {
   // answered, nor failed to.
   bool is_busy_ ABSL_GUARDED_BY(mu_) = false;
   size_t awaited_ ABSL_GUARDED_BY(mu_) = 0;
+  Deadline next_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();  // not asked again before
   // Those who have not answered in this stage.
   struct Unheard {
     Incarnation incarnation = 0;
-    bool is_asked = false;  // in the second stage
+    // In the second stage:
+    bool is_asked = false;
+    Deadline next = absl::InfinitePast();  // not asked again before
   };
   absl::flat_hash_map<WorkerRank, Unheard> unheard_ ABSL_GUARDED_BY(mu_);
 };

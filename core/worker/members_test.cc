@@ -524,27 +524,40 @@ TEST_P(MembersTest, AContextThatIsOlderThanAWorkersReturnReachesItNoMore) {
   EXPECT_EQ(Train(worker(2), "worker0"), absl::OkStatus());
 }
 
-// Loses the questions of a worker that has come back, to one or to all. Thread-safe.
+// Loses the questions of a worker that has come back, to one or to all, or refuses them; and counts
+// them. Thread-safe.
 class LosesQuestions final : public FaultInjector {
  public:
   Action OnSend(const std::string&, const std::string& to, Packet& packet) override {
     if (!absl::StrContains(packet.bytes, "distgrad.context.last")) return Action::kDeliver;
     absl::MutexLock lock(&mu_);
-    return is_on_ && (to_.empty() || to_ == to) ? Action::kDrop : Action::kDeliver;
+    ++asked_;
+    if (!is_on_ || (!to_.empty() && to_ != to)) return Action::kDeliver;
+    return left_-- > 0 ? Action::kDeliver : action_;
   }
-  void Begin(std::string to) {
+  // After so many that are delivered.
+  void Begin(std::string to, Action action = Action::kDrop, int after = 0) {
     absl::MutexLock lock(&mu_);
     is_on_ = true;
     to_ = std::move(to);
+    action_ = action;
+    left_ = after;
   }
   void End() {
     absl::MutexLock lock(&mu_);
     is_on_ = false;
   }
+  int asked() const {
+    absl::MutexLock lock(&mu_);
+    return asked_;
+  }
 
  private:
-  absl::Mutex mu_;
+  mutable absl::Mutex mu_;
+  int asked_ ABSL_GUARDED_BY(mu_) = 0;
   bool is_on_ ABSL_GUARDED_BY(mu_) = false;
+  Action action_ ABSL_GUARDED_BY(mu_) = Action::kDrop;
+  int left_ ABSL_GUARDED_BY(mu_) = 0;    // before the first that is lost
   std::string to_ ABSL_GUARDED_BY(mu_);  // "": to all
 };
 
@@ -632,6 +645,27 @@ TEST_F(ReturnTest, AMemberThatHasNotSaidWhichContextsAreOlderIsAskedAgain) {
   EXPECT_EQ(CallUntilServed(), absl::OkStatus());
   status = CallInContext(old);
   EXPECT_TRUE(absl::IsUnavailable(status) && Contains(status, "came back")) << status;
+}
+
+// Contexts may come, and be refused, much faster than members and the store are to be asked: while
+// not all have answered, and when all but the maker have.
+TEST_F(ReturnTest, ItAsksAgainTenTimesASecondAtMost) {
+  Start(3);
+  for (const bool is_through : {false, true}) {
+    SCOPED_TRACE(is_through);
+    faults_->Begin(/*to=*/AddressOf(0), FaultInjector::Action::kRefuse,
+                   /*after=*/is_through ? 1 : 0);
+    workers_[1].reset();
+    Create(Options(1));
+    const int before = faults_->asked();
+    const absl::Time begin = absl::Now();
+    while (absl::Now() < begin + absl::Milliseconds(300)) {
+      EXPECT_TRUE(absl::IsUnavailable(CallInNewContext()));
+    }
+    EXPECT_LE(faults_->asked() - before, (absl::Now() - begin) / absl::Milliseconds(100) + 2);
+    faults_->End();
+    EXPECT_EQ(CallUntilServed(), absl::OkStatus());
+  }
 }
 
 // Worker 2 may still have what it had with the former worker 1, and involve it in any context,
