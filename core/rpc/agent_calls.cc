@@ -9,8 +9,10 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/base/await_memory.h"
 #include "core/base/exception.h"
+#include "core/base/log.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
@@ -166,6 +168,18 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   if (!peer)
     return absl::InvalidArgumentError("its first frame is not the hello that names the worker");
 
+  if (frame.kind == FrameKind::kRequest || (frame.kind == FrameKind::kReply && frame.status.ok())) {
+    const absl::Status checked =
+        service_->CheckBody(absl::string_view(packet.bytes).substr(offset));
+    if (!checked.ok()) {
+      const absl::string_view what = frame.kind == FrameKind::kRequest ? "call" : "reply";
+      const absl::Status read = Annotate(
+          checked, absl::StrCat("reading a ", what, " from worker ", peers_->Describe(*peer)));
+      DG_LOG(ERROR) << read;
+      links_->GiveUp(link, *peer, read);
+      return absl::OkStatus();
+    }
+  }
   switch (frame.kind) {
     case FrameKind::kRequest:
       link->SetCarried();

@@ -14,8 +14,8 @@ namespace {
 
 constexpr size_t kEdgeOffset = 11;  // behind the modes and the context
 
-absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
-  CallHeader header;
+// Reads all but the list, of which it returns the length: so much is there.
+absl::StatusOr<uint32_t> ReadUpToList(WireReader& reader, CallHeader& header) {
   header.modes = ReadCallModes(reader);
   header.context = reader.U64();
   header.edge = reader.U64();
@@ -23,9 +23,15 @@ absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
   if (recorded > reader.remaining() / sizeof(uint32_t)) {
     return absl::InvalidArgumentError("a call body that is cut short");
   }
+  DG_RETURN_IF_ERROR(reader.status("call body"));
+  return recorded;
+}
+
+absl::StatusOr<CallHeader> ReadHeader(WireReader& reader) {
+  CallHeader header;
+  DG_ASSIGN_OR_RETURN(const uint32_t recorded, ReadUpToList(reader, header));
   header.recorded.reserve(recorded);
   for (uint32_t i = 0; i < recorded; ++i) header.recorded.push_back(reader.U32());
-  DG_RETURN_IF_ERROR(reader.status("call body"));
   return header;
 }
 
@@ -48,6 +54,12 @@ void SetEdge(size_t body_offset, EdgeId edge, Packet* packet) {
   for (int i = 0; i < 8; ++i) {
     packet->bytes[body_offset + kEdgeOffset + i] = static_cast<char>(edge >> (8 * i));
   }
+}
+
+absl::Status CheckCallHeader(absl::string_view body) {
+  WireReader reader(body);
+  CallHeader header;
+  return ReadUpToList(reader, header).status();
 }
 
 absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset) {

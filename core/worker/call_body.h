@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/base/ids.h"
 #include "core/tensor/device_map.h"
 #include "core/tensor/message.h"
@@ -33,6 +34,8 @@ absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& m
                                       Packet* packet, const DeviceMap& devices);
 void SetEdge(size_t body_offset, EdgeId edge, Packet* packet);
 
+// Returns whether the header can be read, but for a lack of memory. Needs none itself.
+absl::Status CheckCallHeader(absl::string_view body);
 // The two parts of reading: the header is needed even where the message is refused or unwanted.
 // Each takes the packet and where its body begins; the second moves the segments out.
 absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset);

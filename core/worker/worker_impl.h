@@ -25,6 +25,7 @@
 #include "core/membership/store.h"
 #include "core/membership/worker_info.h"
 #include "core/rpc/agent.h"
+#include "core/worker/call_body.h"
 #include "core/worker/call_messages.h"
 #include "core/worker/caller.h"
 #include "core/worker/context.h"
@@ -76,6 +77,7 @@ class WorkerImpl : public Server::Owner,
   }
 
   // AgentService
+  absl::Status CheckBody(absl::string_view body) override { return CheckCallHeader(body); }
   void OnCall(IncomingCall call) override { server_.OnCall(std::move(call)); }
   absl::Status OnNotice(WorkerRank from, Body notice,
                         absl::FunctionRef<bool()> is_cut_off) override {
