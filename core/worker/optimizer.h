@@ -57,8 +57,9 @@ class Optimizer {
   absl::Status SetWorkers(std::vector<std::string> workers);
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. Returns
-  // the first error, by worker; kNotFound for a worker that has no part. This and the methods below
-  // fail with kFailedPrecondition in a post-accumulate hook, which must not wait for a step; only
+  // the first error, by worker, after which the others may have stepped: the same step is not to be
+  // asked for again, then. kNotFound for a worker that has no part. This and the methods below fail
+  // with kFailedPrecondition in a post-accumulate hook, which must not wait for a step; only
   // Remove() must not be called there.
   absl::Status Step(const Context& context);
 

@@ -78,7 +78,8 @@ impl Optimizer<'_> {
 
     /// Steps the parts of all workers, each from its own gradients in the context. Waits for all.
     /// Parameters that have none there are left alone: so a local optimizer does nothing with a
-    /// context of a worker that has not computed its gradients. Returns the first error, by rank;
+    /// context of a worker that has not computed its gradients. Returns the first error, by rank,
+    /// after which the others may have stepped: the same step is not to be asked for again, then.
     /// `Code::NotFound` for a worker that has no part; `Code::FailedPrecondition` for a context
     /// that is released.
     #[doc(alias = "dg_optimizer_step")]

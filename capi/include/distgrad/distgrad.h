@@ -1096,8 +1096,9 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer,
 
 /* Steps the parts of all workers, each from its own gradients in the context. Waits for all.
  * Parameters that have none there are left alone: so a local optimizer does nothing with a context
- * of a worker that has not computed its gradients. Returns the first error, by rank; DG_NOT_FOUND
- * for a worker that has no part; DG_FAILED_PRECONDITION for a context that is released. */
+ * of a worker that has not computed its gradients. Returns the first error, by rank, after which
+ * the others may have stepped: the same step is not to be asked for again, then. DG_NOT_FOUND for a
+ * worker that has no part; DG_FAILED_PRECONDITION for a context that is released. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_step(dg_optimizer* optimizer,
                                                const dg_context* context) DG_NOEXCEPT;
 
