@@ -985,6 +985,14 @@ TEST(GradientAveragerTest, GradientsOfTheLastStepAreNoneOfAJoin) {
   RunRanks(2, [](Group group) {
     const Tensor w = Parameter({2});
     const auto averager = NewAverager(group, {{"w", w}});
+    if (group->rank() == 1) {
+      w.mutable_grad() = torch::ones({2});
+      const absl::Status status = averager->Join().status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+      EXPECT_TRUE(Contains(status, "'w' has a gradient that no backward since the last average"))
+          << "nothing has been averaged: " << status;
+      w.mutable_grad().reset();
+    }
     w.sum().backward();
     if (group->rank() == 0) {
       (w.sum() * 6).backward();

@@ -267,8 +267,11 @@ absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
     if (!keep_gradients && (is_seen || !IsZero(gradient))) {
       return absl::FailedPreconditionError(absl::StrCat(
           "Join(): '", name,
-          "' still has the gradient of the last average; call zero_grad() where the other ranks "
-          "do, or, for further averages in one step, give keep_gradients"));
+          is_seen ? "' still has the gradient of the last average"
+                  : "' has a gradient that no backward since the last average has given: that "
+                    "average's, changed since, or one that the program has set itself",
+          "; call zero_grad() where the other ranks do, or, for further averages in one step, give "
+          "keep_gradients"));
     }
   }
   return absl::OkStatus();
