@@ -546,21 +546,20 @@ bool SocketConnection::ReceiveTlsInput() {
 }
 
 void SocketConnection::FinishFrame() {
-  ReadRequest request = std::move(reads_.front());
+  const uint8_t* bytes = frame_ != nullptr ? frame_ : &buffer_[begin_];
+  // While it is among those that hear of a failure: there may be no memory for the object.
+  if (tensorpipe::AbstractNopHolder* const object = reads_.front().object; object != nullptr) {
+    tensorpipe::NopReader reader(bytes, frame_size_, kEndMark, sizeof(kEndMark));
+    if (!object->read(reader)) return Fail("received a malformed object");
+  }
+  const ReadRequest request = std::move(reads_.front());
   reads_.pop_front();
   in_frame_ = false;
-  const uint8_t* bytes = frame_ != nullptr ? frame_ : &buffer_[begin_];
   if (frame_ == nullptr) begin_ += frame_size_;
   if (request.object == nullptr) {
     request.done(Error(), bytes, frame_size_);
   } else {
-    tensorpipe::NopReader reader(bytes, frame_size_, kEndMark, sizeof(kEndMark));
-    if (request.object->read(reader)) {
-      request.object_done(Error());
-    } else {
-      reads_.push_front(std::move(request));
-      Fail("received a malformed object");
-    }
+    request.object_done(Error());
   }
   storage_ = nullptr;
 }
@@ -744,6 +743,7 @@ void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
     CallAndLog(kCallback, done, error_);
   }
   buffer_ = nullptr;
+  storage_ = nullptr;
   // Last: the loop may have been all that kept us, and only now nothing is called any more.
   if (id_ != 0) loop_->Remove(id_);
 }

@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <new>
 #include <optional>
@@ -29,6 +30,8 @@
 #include "core/transport/tensorpipe/socket/socket_listener.h"
 #include "core/transport/tensorpipe/socket/socket_options.h"
 #include "gtest/gtest.h"
+#include "nop/structure.h"
+#include "tensorpipe/common/nop.h"
 #include "tests/testing/fail_allocation.h"
 
 namespace {
@@ -201,6 +204,53 @@ TEST(SocketConnectionTest, OneThatCannotBeWatchedSaysSo) {
   connection->Close();
   loop->Close();
   loop->Join();
+}
+
+struct Words {
+  std::string text;
+  NOP_STRUCTURE(Words, text);
+};
+
+// On the loop's thread, where an object is read whose parts need memory.
+TEST(SocketConnectionTest, WithoutMemoryAnObjectIsHeardOfAllTheSame) {
+  tensorpipe::NopHolder<Words> sent;
+  sent.getObject().text = std::string(100, 'x');
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    int ends[2];
+    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+    const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+    const auto near = SocketConnection::Adopt(loop, Fd(ends[0]), nullptr);
+    const auto far = SocketConnection::Adopt(loop, Fd(ends[1]), nullptr);
+    tensorpipe::NopHolder<Words> received;
+    absl::Notification stands, read, over;
+    bool is_read = false;
+    const auto done = [&](const tensorpipe::Error& error) {  // needs no memory itself
+      is_read = !error;
+      read.Notify();
+    };
+    far->Read(&received, std::ref(done));
+    loop->Run([&, nth] {
+      FailAllocation(nth);
+      stands.Notify();
+    });
+    stands.WaitForNotification();
+    near->Write(sent, [](const tensorpipe::Error&) {});
+    ASSERT_TRUE(read.WaitForNotificationWithTimeout(absl::Seconds(30)));
+    loop->Run([&] {
+      failed = FailAllocation(-1);
+      over.Notify();
+    });
+    over.WaitForNotification();
+    if (is_read) {
+      EXPECT_EQ(received.getObject().text, sent.getObject().text);
+    }
+    near->Close();
+    far->Close();
+    loop->Close();
+    loop->Join();
+  }
 }
 
 // Each waits for its own, and the loop for the connection.
