@@ -358,7 +358,7 @@ TEST_F(CmaChannelTest, WithoutMemoryBothEndsHearOfIt) {
                                   reinterpret_cast<uint64_t>(&lease), 7};
         uint8_t taken = 0;
         bool was_taken = false, arrived = false;
-        absl::Notification told_near, told_far;
+        absl::Notification stands, told_near, told_far;
         // The callbacks need no memory themselves.
         near_[1]->read(&taken, 1, [&](const Error& error, const void*, size_t) {
           was_taken = !error;
@@ -369,7 +369,11 @@ TEST_F(CmaChannelTest, WithoutMemoryBothEndsHearOfIt) {
           told_far.Notify();
         };
         far_channel_->recv(CpuBuffer{.ptr = received.data()}, size, std::ref(on_received));
-        loop_->Run([nth] { FailAllocation(nth); });
+        loop_->Run([&, nth] {
+          FailAllocation(nth);
+          stands.Notify();
+        });
+        stands.WaitForNotification();
         near_[0]->write(offer, sizeof(offer), [](const Error&) {});
         ASSERT_TRUE(told_far.WaitForNotificationWithTimeout(absl::Seconds(30)));
         ASSERT_TRUE(told_near.WaitForNotificationWithTimeout(absl::Seconds(30)));

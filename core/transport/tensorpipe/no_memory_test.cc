@@ -94,7 +94,12 @@ bool WentOnOrEnded(int status) {
 void Arrive(int nth) {
   alarm(60);  // only a transport that stands still takes so long
   Pair pair;
-  pair.server->loop()->Run([nth] { FailAllocation(nth); });
+  absl::Notification stands;
+  pair.server->loop()->Run([&, nth] {
+    FailAllocation(nth);
+    stands.Notify();
+  });
+  stands.WaitForNotification();
   pair.connection->Send(PatternPacket(1, "x", {100}), nullptr);
   while (pair.at_server->count() < 2 && !pair.at_server->closed()) std::this_thread::yield();
   _exit(0);
