@@ -1782,7 +1782,8 @@ DG_API DG_MUST_USE dg_error* dg_pipeline_start(const dg_pipeline* pipeline,
 /* Waits for the step's end, and stores what dg_pipeline_train does. Once, with an error, too: from
  * then on the handle is good for dg_pipeline_step_destroy only, and this returns
  * DG_FAILED_PRECONDITION; as it does when the worker has ended, where one must not wait, and, with
- * the step as it was, in a function of a stage of its pipeline, for which the step may wait. */
+ * the step as it was, in a function of a stage of a pipeline of this name, for which the step may
+ * wait. */
 DG_API DG_MUST_USE dg_error* dg_pipeline_step_wait(dg_pipeline_step* step,
                                                    dg_pipeline_result** out) DG_NOEXCEPT;
 /* Destroys the handle. Ends the step with DG_CANCELLED, if nobody has waited for it, and those that

@@ -1,6 +1,10 @@
 // Guards what averages do, and follows which ranks are active.
 #include "core/parallel/process_group/averaging_sequence.h"
 
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
+
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -15,6 +19,9 @@ absl::Status AveragingSequence::MayBegin() {
 }
 
 absl::Status AveragingSequence::Run(absl::FunctionRef<absl::Status()> part) {
+  // Backwards add to what it leaves, in any mode.
+  std::optional<c10::InferenceMode> off;
+  if (c10::InferenceMode::is_enabled()) off.emplace(false);
   const absl::Status status = group_->RunForOthers(kWhat, part);
   if (!status.ok()) {
     for (Driver* driver : drivers_) driver->Drop();

@@ -2,7 +2,6 @@
 #include "core/parallel/process_group/hook_averager.h"
 
 #include <ATen/ops/count_nonzero.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <string>
@@ -225,8 +224,6 @@ absl::Status HookAverager::FinishRound() {
 }
 
 absl::Status HookAverager::Average() {
-  // Backwards add to what it leaves in .grad, in any mode.
-  const c10::InferenceMode off(false);
   absl::MutexLock lock(&sequence_.mu());
   if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
