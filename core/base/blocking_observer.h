@@ -12,7 +12,8 @@ class BlockingObserver {
   BlockingObserver(const BlockingObserver&) = delete;
   BlockingObserver& operator=(const BlockingObserver&) = delete;
 
-  // Called before the thread waits, under whatever locks it has: must neither wait nor throw.
+  // Called before the thread waits, under whatever locks it has: must not wait, but for
+  // memory, nor throw.
   virtual void OnBlocking() = 0;
 
  protected:

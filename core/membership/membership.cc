@@ -30,8 +30,9 @@ Incarnation SaidOf(const Store::Value& entry) {
   return absl::SimpleAtoi(words.substr(0, words.find(' ')), &incarnation) ? incarnation : 0;
 }
 
-constexpr int kMaxRanks = 1 << 16;   // ranks have 16 bits
-constexpr size_t kMaxReason = 1024;  // bytes, why one is lost
+constexpr int kMaxRanks = 1 << 16;       // ranks have 16 bits
+constexpr int64_t kMaxStarts = 1 << 16;  // of which a context's id has 16 bits
+constexpr size_t kMaxReason = 1024;      // bytes, why one is lost
 
 constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's number
 
@@ -509,7 +510,7 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
                         DecodeWorkerInfo(*entries[rank], static_cast<WorkerRank>(rank)));
     Forget(words, worker, /*loss=*/{});
     if (worker.rank == self_.rank && worker.incarnation < self_.incarnation && !has_left_) {
-      PutEntryRight();
+      PutEntryRight(absl::InfinitePast()).IgnoreError();  // the next look does it, too
       worker = self_;
     }
     workers.push_back(std::move(worker));
@@ -519,12 +520,22 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::AllEver(Deadline deadline) {
 
 absl::StatusOr<std::vector<int64_t>> Membership::StartsOf(absl::Span<const WorkerInfo> workers,
                                                           Deadline deadline) {
+  const bool had_time = !deadline.Passed();  // else each is asked once
   std::vector<int64_t> starts;
   for (const WorkerInfo& worker : workers) {
+    if (had_time && deadline.Passed()) {
+      return absl::DeadlineExceededError("reading how often each worker was started");
+    }
     const std::string key = IncarnationsKey(worker.rank);
-    DG_ASSIGN_OR_RETURN(starts.emplace_back(), Patiently(deadline, [&](Deadline until) {
-                          return store_->Add(key, 0, until);
-                        }));
+    const absl::StatusOr<int64_t> its =
+        Patiently(deadline, [&](Deadline until) { return store_->Add(key, 0, until); });
+    // Whoever has spoilt one may have had any number there.
+    if (absl::IsInvalidArgument(its.status())) {
+      starts.push_back(kMaxStarts);
+      continue;
+    }
+    DG_RETURN_IF_ERROR(its.status());
+    starts.push_back(*its);
   }
   return starts;
 }
@@ -569,16 +580,21 @@ absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadl
     return Replaced();
   }
   if (now.incarnation == self_.incarnation || has_left_) return absl::OkStatus();
-  DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) { return Publish(until); }));
-  return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
+  return PutEntryRight(deadline);
 }
 
-void Membership::PutEntryRight() {
-  constexpr absl::Time kNow = absl::InfinitePast();
-  if (!Publish(kNow).ok()) return;
-  // Another thread may have written meanwhile that this worker has left.
-  if (has_left_) store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), kNow).IgnoreError();
-  WakeBarriers(kNow).IgnoreError();
+absl::Status Membership::PutEntryRight(Deadline deadline) {
+  const absl::Status published =
+      Patiently(deadline, [&](Deadline until) { return Publish(until); });
+  // Another thread may have written meanwhile that this worker has left; and what has failed may
+  // have been done all the same.
+  if (has_left_) {
+    DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
+      return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), until);
+    }));
+  }
+  DG_RETURN_IF_ERROR(published);
+  return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });
 }
 
 WorkerInfo Membership::Left() const {

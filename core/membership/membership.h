@@ -97,8 +97,8 @@ class Membership {
   // Return the members that have not left, by rank; and all that ever were.
   absl::StatusOr<std::vector<WorkerInfo>> All(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> AllEver(Deadline deadline);
-  // Returns how often each of these was started, by its counter, which nobody signs. One exchange
-  // with the store for each.
+  // Returns how often each of these was started, by its counter, which nobody signs: where it is no
+  // number, the greatest one that tells contexts apart. One exchange with the store for each.
   absl::StatusOr<std::vector<int64_t>> StartsOf(absl::Span<const WorkerInfo> workers,
                                                 Deadline deadline);
 
@@ -178,9 +178,8 @@ class Membership {
   // which was slow, or went on when it was over, unless this one leaves. kFailedPrecondition if it
   // is of a later one.
   absl::Status CheckOwnEntry(const Store::Value& entry, Deadline deadline);
-  // Replaces this worker's entry where an earlier incarnation has written its own. What the store
-  // does not take now is with the next look.
-  void PutEntryRight();
+  // Replaces this worker's entry where an earlier incarnation has written its own.
+  absl::Status PutEntryRight(Deadline deadline);
   // The entry of this worker when it has left.
   WorkerInfo Left() const;
   // Reads what the store has of a loss, and with it whether a later incarnation of this worker has

@@ -169,6 +169,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
     return absl::InvalidArgumentError("its first frame is not the hello that names the worker");
 
   if (frame.kind == FrameKind::kRequest || (frame.kind == FrameKind::kReply && frame.status.ok())) {
+    link->SetCarried();
     const absl::Status checked =
         service_->CheckBody(absl::string_view(packet.bytes).substr(offset));
     if (!checked.ok()) {

@@ -232,11 +232,15 @@ absl::StatusOr<std::vector<WorkerRank>> LastContexts::GoOn(Deadline deadline) {
         known.ok() ? std::max(known->incarnation, each.incarnation) : each.incarnation;
     // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
     // comes.
-    const bool is_there = !is_gone(each, incarnation);
+    // So is one that has no entry yet, or not its own: nobody knows where it is.
+    const Incarnation latest = static_cast<Incarnation>(starts[i]) << 32;
+    const bool is_there = !is_gone(each, incarnation) && latest <= incarnation;
     if (is_there) makers.push_back(each.rank);
-    last.push_back(std::max(LastIdOf(each.rank, incarnation),
-                            LastIdOf(each.rank, static_cast<Incarnation>(starts[i]) << 32)));
-    next.emplace(each.rank, Unheard{.incarnation = incarnation, .is_asked = is_there});
+    last.push_back(std::max(LastIdOf(each.rank, incarnation), LastIdOf(each.rank, latest)));
+    next.emplace(each.rank, Unheard{.incarnation = incarnation,
+                                    .is_asked = is_there,
+                                    .next = is_there ? Deadline::After(kPause)
+                                                     : Deadline(absl::InfinitePast())});
   }
   absl::MutexLock lock(&mu_);
   // Whoever comes after that begins all contexts of its own later than this.

@@ -761,6 +761,18 @@ TEST_F(ReturnTest, AnEntryOfAnEarlierIncarnationHidesNoContextThatIsOlder) {
   EXPECT_TRUE(Contains(status, "began before worker 1 came back")) << status;
 }
 
+// As while another one comes back at the same time; or nobody may ever have signed it.
+TEST_F(ReturnTest, ACounterOfStartsKeepsNobodyOut) {
+  Start(2);
+  for (const char* const starts : {"7", "x"}) {
+    SCOPED_TRACE(starts);
+    workers_[1].reset();
+    ASSERT_TRUE(store_->Set("worker/0/incarnations", starts, Later()).ok());
+    Create(Options(1));
+    EXPECT_EQ(CallUntilServed(absl::Seconds(10)), absl::OkStatus());
+  }
+}
+
 TEST_F(ReturnTest, OneThatLeavesKeepsNoContextsRefused) {
   Start(3);
   faults_->Begin(/*to=*/AddressOf(2));

@@ -72,7 +72,8 @@ class GradientSink {
   virtual void OnNext(torch::autograd::Node* next) {}
 
   // The calling thread is about to wait within a node or a hook, under whatever locks that has;
-  // others may have nothing to do but what the sink keeps back. Must neither wait nor throw.
+  // others may have nothing to do but what the sink keeps back. Must not wait, but
+  // for memory, nor throw.
   virtual void OnWait() {}
 
   // Nothing is running any more: every root fed so far has been followed to its end (or the

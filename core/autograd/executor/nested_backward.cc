@@ -73,7 +73,8 @@ std::pair<const c10::TensorImpl*, int64_t> StateOf(const at::Tensor& leaf) {
   std::optional<LeavesLock> lock;
   if (!IsCallingPostAccumulateHookOf(leaf)) lock.emplace(absl::MakeConstSpan(&leaf, 1));
   const at::Tensor& gradient = leaf.grad();
-  return {gradient.unsafeGetTensorImpl(), gradient.defined() ? gradient._version() : 0};
+  return {gradient.unsafeGetTensorImpl(),
+          gradient.defined() && !gradient.is_inference() ? gradient._version() : 0};
 }
 
 }  // namespace

@@ -142,31 +142,6 @@ TEST(GradientAveragerTest, AverageTakesGradientsOfInferenceMode) {
   });
 }
 
-// Nor does one of a context, or of a rank that has no gradients of its own.
-TEST(GradientAveragerTest, NoAverageLeavesGradientsOfInferenceMode) {
-  RunRanks(2, [](Group group) {
-    const Tensor w = Parameter({2});
-    const auto averager = NewAverager(group, {{"w", w}});
-    ContextRecord context(1);
-    AddGradient(context, w, torch::full({2}, group->rank() + 1.0f));
-    {
-      const c10::InferenceMode mode;
-      EXPECT_EQ(averager->Average(context), absl::OkStatus());
-    }
-    AddGradient(context, w, torch::ones({2}));
-    EXPECT_TRUE(context.Gradient(w)->equal(torch::full({2}, 2.5f)));
-    if (group->rank() == 0) {
-      w.sum().backward();
-      EXPECT_FALSE(averager->Join().value());
-    } else {
-      const c10::InferenceMode mode;
-      EXPECT_TRUE(averager->Join().value());
-      EXPECT_FALSE(averager->Join().value());
-    }
-    EXPECT_FALSE(w.grad().is_inference());
-  });
-}
-
 TEST(GradientAveragerTest, NothingIsCopiedBackThatNobodyElseHolds) {
   RunRanks(2, [](Group group) {
     const Tensor a = Parameter({2}), b = Parameter({2});
@@ -1189,6 +1164,31 @@ TEST(GradientAveragerTest, AnAverageInTheMiddleOfABackwardIsRefused) {
       }
     });
   }
+}
+
+// Backwards add to them: also where a rank has none of its own.
+TEST(GradientAveragerTest, NoAverageLeavesGradientsOfInferenceMode) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}});
+    ContextRecord context(1);
+    AddGradient(context, w, torch::full({2}, group->rank() + 1.0f));
+    {
+      const c10::InferenceMode mode;
+      EXPECT_EQ(averager->Average(context), absl::OkStatus());
+    }
+    AddGradient(context, w, torch::ones({2}));
+    EXPECT_TRUE(context.Gradient(w)->equal(torch::full({2}, 2.5f)));
+    if (group->rank() == 0) {
+      w.sum().backward();
+      EXPECT_FALSE(averager->Join().value());
+    } else {
+      const c10::InferenceMode mode;
+      EXPECT_TRUE(averager->Join().value());
+      EXPECT_FALSE(averager->Join().value());
+    }
+    EXPECT_FALSE(w.grad().is_inference());
+  });
 }
 
 // What the averager adds itself, for a parameter that only another rank has used, is not news.
