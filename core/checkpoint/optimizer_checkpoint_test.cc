@@ -2,6 +2,7 @@
 #include "core/checkpoint/optimizer_checkpoint.h"
 
 #include <ATen/ATen.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/lbfgs.h>
@@ -23,11 +24,13 @@
 namespace distgrad {
 namespace {
 
+using torch::optim::Adagrad;
 using torch::optim::Adam;
 using torch::optim::AdamOptions;
 using torch::optim::AdamW;
 using torch::optim::AdamWOptions;
 using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
 using torch::optim::SGD;
 using torch::optim::SGDOptions;
 
@@ -266,6 +269,30 @@ TEST_F(OptimizerCheckpointTest, OtherOptimizersAreRefused) {
   ExpectRefusedBy(&adamw, parameters_, "it is of the optimizer 'Adam', and this is AdamW");
   SGD sgd(all, SGDOptions(1.0));
   ExpectRefusedBy(&sgd, parameters_, "it is of the optimizer 'Adam', and this is SGD");
+}
+
+// Adagrad makes the states of its parameters when it is made, and none for those that come later.
+TEST_F(OptimizerCheckpointTest, AFrozenParameterThatCameLaterHasNoState) {
+  const at::Tensor weight = parameters_["fc.weight"], frozen = at::ones({2});
+  const TensorMap parameters = {{"weight", weight}, {"frozen", frozen}};
+  const auto make = [&] {
+    auto adagrad = std::make_unique<Adagrad>(std::vector<at::Tensor>{weight}, 0.5);
+    adagrad->add_param_group(OptimizerParamGroup({frozen}));
+    return adagrad;
+  };
+  const std::unique_ptr<Adagrad> adagrad = make();
+  adagrad->step();
+  const absl::Status saved = SaveOptimizer(*adagrad, parameters, path_);
+  ASSERT_TRUE(saved.ok()) << saved;
+  const std::unique_ptr<Adagrad> same = make();
+  const absl::Status loaded = LoadOptimizer(path_, parameters, same.get());
+  EXPECT_TRUE(loaded.ok()) << loaded;
+  EXPECT_EQ(same->state().size(), 1u);
+  // One that has a state would go on with none.
+  Adagrad all(std::vector<OptimizerParamGroup>{OptimizerParamGroup({weight}),
+                                               OptimizerParamGroup({frozen})},
+              0.5);
+  ExpectRefusedBy(&all, parameters, "'state.frozen.step' is missing");
 }
 
 // As SGD makes it of sparse gradients: the format has no sparse tensors.

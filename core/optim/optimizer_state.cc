@@ -100,7 +100,8 @@ struct Kind {
   std::unique_ptr<OptimizerParamState> (*new_state)();
   // Whether what the options say needs that part of the state.
   bool (*needs)(const OptimizerOptions& options, absl::string_view slot);
-  // Whether each parameter has a state, also before it has taken a step.
+  // Whether parameters have a state before they have taken a step. One that was added to the
+  // optimizer later has none.
   bool from_the_start = false;
 };
 
@@ -215,6 +216,7 @@ class Decoder {
     // As SGD's momentum, which is as sparse as the gradients that it is made of.
     bool may_be_sparse;
     bool copy;
+    bool check_only;
   };
   Decoder(absl::string_view name, const at::Tensor& tensor, const at::Tensor& parameter,
           const Slots& slots)
@@ -264,6 +266,8 @@ class Decoder {
     }
     const bool may_be = slots_.may_be_sparse && tensor_.layout() == at::kSparse;
     if (tensor_.layout() != at::kStrided && !may_be) return "is not a dense tensor";
+    // From another device it would be a copy.
+    if (slots_.check_only) return "";
     *value = tensor_.detach().to(parameter_.device(), parameter_.scalar_type(),
                                  /*non_blocking=*/false, slots_.copy);
     return "";
@@ -336,7 +340,8 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
                   const StateForm& form) {
   DG_ASSIGN_OR_RETURN(const Kind* const kind, KindOf(*optimizer));
   DG_RETURN_IF_ERROR(CheckNames(form, *optimizer));
-  Given given(state, {.may_be_sparse = kind == &kSgd, .copy = form.copy});
+  Given given(state,
+              {.may_be_sparse = kind == &kSgd, .copy = form.copy, .check_only = form.check_only});
   std::vector<std::unique_ptr<OptimizerOptions>> options;
   std::vector<std::pair<void*, std::unique_ptr<OptimizerParamState>>> states;
   size_t parameter = 0;
@@ -351,7 +356,8 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
       const std::vector<Slot> slots = kind->state(*made);
       bool any = false;
       for (const Slot& slot : slots) any |= given.has(absl::StrCat(prefix, slot.name));
-      if (!any && !kind->from_the_start) continue;
+      const bool has_one = optimizer->state().count(tensor.unsafeGetTensorImpl()) > 0;
+      if (!any && !(kind->from_the_start && has_one)) continue;
       for (const Slot& slot : slots) {
         if (kind->needs(*options[i], slot.name) || given.has(absl::StrCat(prefix, slot.name))) {
           given.Fill(prefix, slot, tensor);

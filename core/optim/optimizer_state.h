@@ -10,8 +10,9 @@
 //   state.2.momentum_buffer                 the same; sparse where the gradients were
 //
 // where parameters count from 0 through all groups, in the order in which the optimizer got them. A
-// parameter that has not taken a step has no state, but for Adagrad's. SGD, Adam, AdamW, Adagrad
-// and RMSprop are known; LBFGS is not, whose state is of all parameters at once.
+// parameter that has not taken a step has no state, but for those that Adagrad was made with. SGD,
+// Adam, AdamW, Adagrad and RMSprop are known; LBFGS is not, whose state is of all parameters at
+// once.
 #ifndef DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_
 #define DISTGRAD_CORE_OPTIM_OPTIMIZER_STATE_H_
 

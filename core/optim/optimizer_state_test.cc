@@ -364,6 +364,21 @@ TEST(OptimizersStateTest, MomentumMayBeSparse) {
   EXPECT_TRUE(state->back().tensor.to_dense().equal(before)) << "it is a copy";
 }
 
+// A state that is kept on another device would be copied by each save.
+TEST(OptimizersStateTest, ACheckCopiesNothing) {
+  const at::Tensor parameter = at::ones({2}).requires_grad_();
+  torch::optim::SGD sgd({parameter}, torch::optim::SGDOptions(0.1).momentum(0.9));
+  parameter.mutable_grad() = at::ones({2});
+  sgd.step();
+  absl::StatusOr<std::vector<StateTensor>> state = ReadState(sgd);
+  ASSERT_TRUE(state.ok()) << state.status();
+  ASSERT_EQ(state->back().name, "state.0.momentum_buffer");
+  state->back().tensor = at::empty({2}, at::kMeta);  // from which nothing can be copied
+  const absl::Status checked = LoadState(*state, &sgd, {.names = {}, .check_only = true});
+  EXPECT_TRUE(checked.ok()) << checked;
+  EXPECT_FALSE(LoadState(*state, &sgd).ok());
+}
+
 TEST(OptimizersStateTest, OthersAreNotKnown) {
   torch::optim::LBFGS lbfgs(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
   EXPECT_EQ(ReadState(lbfgs).status().code(), absl::StatusCode::kUnimplemented);
