@@ -61,6 +61,7 @@ TEST_F(SharedMemoryTest, TheSameMemoryHasOneValue) {
   EXPECT_EQ(Conflicts(tensors, {{"embed", one}, {"head", one}, {"tail", one}}), Names());
   EXPECT_EQ(reads_, 0) << "checksums say it";
   EXPECT_EQ(Conflicts(tensors, {{"embed", one}, {"head", one * 2}, {"tail", one}}), Names{"head"});
+  EXPECT_EQ(reads_, 0) << "checksums say it";
 }
 
 // As where a library and a program each make a tensor of one buffer.
@@ -99,6 +100,7 @@ TEST_F(SharedMemoryTest, ColumnsShareNothing) {
   EXPECT_EQ(Conflicts({{"first", whole.select(1, 0)}, {"second", whole.select(1, 1)}},
                       {{"first", at::ones({3})}, {"second", at::zeros({3})}}),
             Names());
+  EXPECT_EQ(reads_, 0) << "where they are says it";
 }
 
 // Of one that is left out its other names are, too.
@@ -107,6 +109,16 @@ TEST_F(SharedMemoryTest, AnotherNameOfAConflictIsOne) {
   EXPECT_EQ(Conflicts({{"a", whole}, {"b", row}, {"c", row}},
                       {{"a", at::zeros({4})}, {"b", at::ones({2})}, {"c", at::ones({2})}}),
             (Names{"b", "c"}));
+}
+
+// Those that differ from the one before may fit where that does not.
+TEST_F(SharedMemoryTest, AnotherValueOfAConflictIsTried) {
+  const at::Tensor whole = at::zeros({6}), end = whole.narrow(0, 3, 3);
+  const at::Tensor bad = at::ones({3}), good = at::tensor({0.0F, 5.0F, 5.0F});
+  EXPECT_EQ(
+      Conflicts({{"a", whole.narrow(0, 0, 4)}, {"b", end}, {"c", end}, {"d", end}, {"e", end}},
+                {{"a", at::zeros({4})}, {"b", bad}, {"c", good}, {"d", bad}, {"e", good}}),
+      (Names{"b", "d"}));
 }
 
 TEST_F(SharedMemoryTest, BytesCountWhateverTheDtype) {
@@ -124,6 +136,21 @@ TEST_F(SharedMemoryTest, BytesCountWhateverTheDtype) {
   good["conjugate"] = values;
   good["imaginary"] = at::imag(values);
   EXPECT_EQ(Conflicts(tensors, good), (Names{"conjugate", "imaginary"}));
+}
+
+TEST(MayOverlapItselfTest, ElementsOfViewsAreDistinct) {
+  const at::Tensor whole = at::zeros({4, 6});
+  for (const at::Tensor& tensor :
+       {whole, whole.t(), whole.narrow(1, 1, 2), whole.slice(0, 0, 4, 2).slice(1, 1, 6, 3).t(),
+        whole.select(1, 2), whole.narrow(0, 1, 1).expand({1, 6}), at::zeros({}), at::zeros({0, 3}),
+        at::zeros({1}).expand({0}), whole.view({-1}).unfold(0, 3, 3)}) {
+    EXPECT_FALSE(MayOverlapItself(tensor)) << tensor.sizes() << tensor.strides();
+  }
+  for (const at::Tensor& tensor :
+       {at::zeros({1}).expand({2}), whole.select(1, 0).unsqueeze(0).expand({2, 4}),
+        at::zeros({3}).unfold(0, 2, 1), whole.view({-1}).unfold(0, 4, 3)}) {
+    EXPECT_TRUE(MayOverlapItself(tensor)) << tensor.sizes() << tensor.strides();
+  }
 }
 
 // What lies between two elements may be more than there is memory for.
