@@ -2,7 +2,6 @@
 // where a file that is mapped into memory gets shorter, the process gets SIGBUS.
 #include "core/checkpoint/safetensors.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -102,12 +101,14 @@ std::string TypeText(at::ScalarType dtype, at::IntArrayRef shape) {
 // What keeps a tensor from taking what is in a file, or "".
 std::string MismatchOf(const SafetensorsInfo& info, const at::Tensor& tensor) {
   if (!tensor.defined()) return "is no tensor here";
-  if (tensor.layout() != at::kStrided) return "is not dense here";
+  // Of a nested one there is no shape, and to ask for it throws.
+  if (tensor.layout() != at::kStrided || tensor.is_nested()) return "is not dense here";
+  if (tensor.is_meta()) return "is on the device \"meta\" here, and has no elements";
   if (tensor.scalar_type() != info.dtype || tensor.sizes() != at::IntArrayRef(info.shape)) {
     return absl::StrCat("has ", TypeText(info.dtype, info.shape), " in the file, and here ",
                         TypeText(tensor.scalar_type(), tensor.sizes()));
   }
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+  if (MayOverlapItself(tensor)) {
     return "has elements here that are one in memory";
   }
   return "";
@@ -132,6 +133,33 @@ absl::Status Save(const TensorMap& tensors, const std::string& path,
   checksums.size = writer.size();
   if (options.checksums != nullptr) *options.checksums = std::move(checksums);
   return file->Commit();
+}
+
+absl::Status LoadInto(const SafetensorsFile& file, const std::string& path,
+                      const TensorMap& tensors) {
+  ErrorList errors;
+  const auto complain = [&](const std::string& name, absl::string_view what) {
+    errors.Add(absl::StrCat(QuoteName(name), " ", what));
+  };
+  for (const auto& [name, tensor] : tensors) {
+    const std::string mismatch = file.Mismatch(name, tensor);
+    if (!mismatch.empty()) complain(name, mismatch);
+  }
+  for (const auto& [name, info] : file.header().tensors) {
+    if (tensors.count(name) == 0) complain(name, "is unexpected");
+  }
+  if (errors.empty()) {
+    const auto conflicts = FindConflicts(
+        tensors, [&](const std::string& name) { return file.Checksum(name); },
+        [&](const std::string& name) { return file.Read(name); });
+    if (!conflicts.ok()) return Annotate(conflicts.status(), absl::StrCat("loading ", path));
+    for (const auto& [name, why] : *conflicts) complain(name, why);
+  }
+  if (!errors.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", errors.Text()));
+  }
+  for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -334,33 +362,11 @@ absl::StatusOr<TensorMap> LoadSafetensors(const std::string& path) {
 
 absl::Status LoadSafetensorsInto(const std::string& path, const TensorMap& tensors) {
   DG_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
-  ErrorList errors;
-  const auto complain = [&](const std::string& name, absl::string_view what) {
-    errors.Add(absl::StrCat(QuoteName(name), " ", what));
-  };
-  for (const auto& [name, tensor] : tensors) {
-    const auto found = file.header().tensors.find(name);
-    if (found == file.header().tensors.end()) {
-      complain(name, "is missing");
-    } else if (const std::string mismatch = MismatchOf(found->second, tensor); !mismatch.empty()) {
-      complain(name, mismatch);
-    }
+  try {
+    return LoadInto(file, path, tensors);
+  } catch (...) {
+    return Annotate(StatusFromException(std::current_exception()), absl::StrCat("loading ", path));
   }
-  for (const auto& [name, info] : file.header().tensors) {
-    if (tensors.count(name) == 0) complain(name, "is unexpected");
-  }
-  if (errors.empty()) {
-    const auto conflicts = FindConflicts(
-        tensors, [&](const std::string& name) { return file.Checksum(name); },
-        [&](const std::string& name) { return file.Read(name); });
-    if (!conflicts.ok()) return Annotate(conflicts.status(), absl::StrCat("loading ", path));
-    for (const auto& [name, why] : *conflicts) complain(name, why);
-  }
-  if (!errors.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(path, " does not fit: ", errors.Text()));
-  }
-  for (const auto& [name, tensor] : tensors) DG_RETURN_IF_ERROR(file.ReadInto(name, tensor));
-  return absl::OkStatus();
 }
 
 }  // namespace distgrad

@@ -347,6 +347,9 @@ TEST_F(SafetensorsTest, WhatCannotBeWrittenIsSaidAndTheOlderFileStays) {
 
 TEST_F(SafetensorsTest, WhatDoesNotFitIsListedAndNothingIsWritten) {
   Save({{"a", at::ones({2, 3})}, {"b", at::ones({2})}, {"c", at::ones({})}, {"d", at::ones({4})}});
+  const at::Tensor nested = at::_nested_tensor_from_tensor_list({at::ones({2}), at::ones({1})});
+  ExpectError(LoadSafetensorsInto(path_, {{"a", nested}}), absl::StatusCode::kInvalidArgument,
+              "'a' is not dense here");
   const TensorMap given = {{"a", at::zeros({3, 2})},
                            {"b", at::zeros({2}, at::kDouble)},
                            {"d", at::zeros({4})},
@@ -374,6 +377,8 @@ TEST_F(SafetensorsTest, WhatDoesNotFitIsListedAndNothingIsWritten) {
   into("a", at::Tensor(), "'a' is no tensor here");
   into("a", at::zeros({2, 3}).to_sparse(), "'a' is not dense here");
   into("b", at::zeros({1}).expand({2}), "'b' has elements here that are one in memory");
+  into("a", at::zeros({4}).unfold(0, 3, 1), "'a' has elements here that are one in memory");
+  into("b", at::empty({2}, at::kMeta), "'b' is on the device \"meta\" here");
   ExpectError(file->ReadInto("x", at::zeros({1})), absl::StatusCode::kNotFound, "no tensor 'x'");
   ExpectError(file->Read("x").status(), absl::StatusCode::kNotFound, "no tensor 'x'");
 }

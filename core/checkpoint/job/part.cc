@@ -1,7 +1,6 @@
 // Answers a manager's messages, one at a time.
 #include "core/checkpoint/job/part.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <sys/mman.h>
@@ -189,10 +188,10 @@ class CheckpointPart::Impl {
     DG_RETURN_IF_ERROR(
         Annotate(CheckSafetensors(contents_.tensors, ModelMetadata()), "it cannot be saved"));
     for (const auto& [name, tensor] : contents_.tensors) {
-      if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+      if (MayOverlapItself(tensor)) {
         return absl::InvalidArgumentError(absl::StrCat(
             "the tensor ", QuoteName(name), " cannot be loaded: it has elements that are one in ",
-            "memory, as expand() makes them; give the part a clone() of it"));
+            "memory, as expand() and unfold() make them; give the part a clone() of it"));
       }
     }
     for (const auto& [name, use] : contents_.optimizers) {
