@@ -25,6 +25,7 @@
 #include "absl/strings/strip.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "core/base/blocking.h"
 #include "core/base/descriptors.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
@@ -139,7 +140,10 @@ absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
       return absl::AbortedError(absl::StrCat("the checkpoints of ", folder,
                                              " change while they are listed, ", kTries, " times"));
     }
-    if (i >= kTriesAtOnce) absl::SleepFor(kPause);
+    if (i >= kTriesAtOnce) {
+      const BlockingScope blocking;
+      absl::SleepFor(kPause);
+    }
     changed = false;
     DG_ASSIGN_OR_RETURN(const auto ours, Ours(folder, &changed));
     steps.clear();

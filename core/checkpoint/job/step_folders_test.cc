@@ -13,10 +13,12 @@
 #include <fstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/blocking.h"
 #include "core/checkpoint/job/checkpoint_folder.h"
 #include "gtest/gtest.h"
 
@@ -130,6 +132,30 @@ TEST_F(StepFoldersTest, AManifestThatIsThereAfterAllIsRead) {
   other.join();
   ASSERT_TRUE(steps.ok()) << steps.status();
   EXPECT_EQ(steps->size(), 1u);
+}
+
+// A pool gives the place of a thread that waits to another one.
+TEST_F(StepFoldersTest, WhoWaitsForChangesSaysSo) {
+  struct Pool final : Blockable {
+    explicit Pool(std::string manifest) : manifest(std::move(manifest)) {}
+    void OnBlocked() override {
+      if (blocked++ == 0) fs::rename(manifest + ".whole", manifest);
+    }
+    void OnUnblocked() override { ++unblocked; }
+    const std::string manifest;
+    int blocked = 0, unblocked = 0;
+  };
+  Save(*Lock(), 1);
+  Pool pool(folder_ + "/step-000001/manifest.json");
+  fs::rename(pool.manifest, pool.manifest + ".whole");
+  fs::create_symlink("nothing", pool.manifest);  // it is there, and opening it says ENOENT
+  Blockable::SetCurrent(&pool);
+  const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
+  Blockable::SetCurrent(nullptr);
+  ASSERT_TRUE(steps.ok()) << steps.status();
+  EXPECT_EQ(steps->size(), 1u);
+  EXPECT_GE(pool.blocked, 1);
+  EXPECT_EQ(pool.unblocked, pool.blocked);
 }
 
 // A copy, say: what is asked for by its step would be another one.
