@@ -501,10 +501,13 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
     const absl::StatusOr<LoadedCheckpoint> loaded =
         LoadOne(leader, parts, *candidates[i], options, reached);
     if (loaded.ok()) return loaded;
+    // Also where it is not passed over: the program may ask for an older one.
+    if (*reached == Reached::kDamaged) {
+      damaged->emplace(candidates[i]->path, candidates[i]->manifest->sequence);
+    }
     const bool has_older = *reached == Reached::kDamaged && i + 1 < candidates.size();
     if (has_older && options.fall_back) {
       DG_RETURN_IF_ERROR(unreadable);
-      damaged->emplace(candidates[i]->path, candidates[i]->manifest->sequence);
       continue;
     }
     const absl::Status failed =
@@ -517,7 +520,7 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
 }
 
-// `damaged` gets those that were passed over.
+// `damaged` gets those that were found to be.
 absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& folder,
                                             const LoadOptions& options,
                                             const CheckpointManagerOptions& of,

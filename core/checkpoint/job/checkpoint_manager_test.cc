@@ -874,7 +874,6 @@ TEST_F(CheckpointManagerTest, OnlyTheNewestAreKept) {
   EXPECT_EQ(manager->Load()->step, 3);
 }
 
-// Who gets kNotFound may begin at step 0, and would train over what is loaded already.
 // Else there would be fewer than `keep` that can be loaded.
 TEST_F(CheckpointManagerTest, ADamagedOneIsNoneOfThoseThatAreKept) {
   Cluster cluster({.workers = 1});
@@ -897,6 +896,23 @@ TEST_F(CheckpointManagerTest, ADamagedOneIsNoneOfThoseThatAreKept) {
   EXPECT_EQ(Names(), (Strings{"step-000020", "step-000050"}));
 }
 
+TEST_F(CheckpointManagerTest, ADamagedOneThatIsNotPassedOverIsNoneOfThemEither) {
+  Cluster cluster({.workers = 1});
+  const Layer layer(1);
+  const auto part = Part(cluster[0], {.tensors = layer.Tensors("l")});
+  const auto manager = Manager(cluster[0], {.keep = 2});
+  for (const int64_t step : {10, 20}) ASSERT_TRUE(manager->Save(step).ok());
+  const std::string file = folder_ + "/step-000020/model-00001-of-00001.safetensors";
+  std::string bytes = Read(file);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  Write(file, bytes);
+  EXPECT_EQ(manager->Load().status().code(), Code::kDataLoss);
+  ASSERT_EQ(manager->Load({.step = 10})->step, 10);
+  ASSERT_TRUE(manager->Save(30).ok());
+  EXPECT_EQ(Names(), (Strings{"step-000010", "step-000020", "step-000030"}));
+}
+
+// Who gets kNotFound may begin at step 0, and would train over what is loaded already.
 TEST_F(CheckpointManagerTest, ALoadThatFailsIsNotACheckpointThatIsNotThere) {
   Cluster cluster({.workers = 2});
   Layer a(1), b(2);
@@ -1136,6 +1152,10 @@ TEST_F(CheckpointManagerTest, MistakesAreErrors) {
       CheckpointPart::Create(&cluster[1], {.tensors = {{"x", at::ones({1}).expand({3})}}}).status();
   EXPECT_EQ(expanded.code(), Code::kInvalidArgument) << expanded;
   EXPECT_TRUE(absl::StrContains(expanded.message(), "clone()")) << expanded;
+  const absl::Status unfolded =
+      CheckpointPart::Create(&cluster[1], {.tensors = {{"x", at::ones({3}).unfold(0, 2, 1)}}})
+          .status();
+  EXPECT_EQ(unfolded.code(), Code::kInvalidArgument) << unfolded;
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   torch::optim::SGD sgd(Groups{torch::optim::OptimizerParamGroup({a.bias}),
                                torch::optim::OptimizerParamGroup(std::vector<at::Tensor>())},

@@ -387,7 +387,7 @@ absl::Status StepFolders::Prune(int keep, const Damaged& damaged) {
     if (!each.manifest.ok()) continue;
     if (kept == keep) {
       DG_RETURN_IF_ERROR(Remove(each.path));
-    } else if (damaged.count({each.path, each.manifest->sequence}) == 0) {
+    } else if (!each.has_other_name() && damaged.count({each.path, each.manifest->sequence}) == 0) {
       ++kept;
     }
   }

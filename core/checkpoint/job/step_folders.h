@@ -72,8 +72,8 @@ class StepFolders {
   absl::Status Commit(const std::string& attempt, Manifest manifest);
   // Removes it.
   void Abandon(const std::string& attempt);
-  // Removes all that are older than the `keep` newest. Those that are known to be damaged do not
-  // count.
+  // Removes all that are older than the `keep` newest. What cannot be loaded does not count: those
+  // that are known to be damaged, and those with another step's name.
   absl::Status Prune(int keep, const Damaged& damaged = {});
 
  private:

@@ -172,6 +172,20 @@ TEST_F(StepFoldersTest, AFolderMayHaveTheNameOfAnotherStep) {
   for (const size_t i : {1, 2}) EXPECT_TRUE((*steps)[i].has_other_name());
 }
 
+// It cannot be loaded as it is called.
+TEST_F(StepFoldersTest, ACopyIsNoneOfThoseThatAreKept) {
+  auto folders = Lock();
+  for (const int64_t step : {1, 2}) Save(*folders, step);
+  fs::copy(folder_ + "/step-000002", folder_ + "/step-000009", fs::copy_options::recursive);
+  ASSERT_TRUE(folders->List().ok());
+  ASSERT_TRUE(folders->Prune(2).ok());
+  EXPECT_EQ(ListSteps(folder_)->size(), 3u);
+  ASSERT_TRUE(folders->Prune(1).ok());
+  const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder_);
+  ASSERT_EQ(steps->size(), 1u);
+  EXPECT_EQ((*steps)[0].path, folder_ + "/step-000002");
+}
+
 TEST_F(StepFoldersTest, WhatACrashLeavesIsFinishedOrRemoved) {
   auto folders = Lock();
   Save(*folders, 100);
