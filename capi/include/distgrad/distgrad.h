@@ -1304,8 +1304,9 @@ typedef struct dg_checkpoint_part dg_checkpoint_part;
  *
  * DG_ALREADY_EXISTS if the worker has a part of that name (the empty name counts);
  * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, for tensors that no
- * file can have, by their dtype, say, or their name (which is UTF-8, and not "__metadata__"), and
- * for a parameter of an optimizer that is not among the tensors; DG_FAILED_PRECONDITION for an
+ * file can have, by their dtype, say, or their name (which is UTF-8, and not "__metadata__"), for
+ * those that share memory with themselves, for a parameter of an optimizer that is not among the
+ * tensors, and for an optimizer's state that a load would refuse; DG_FAILED_PRECONDITION for an
  * optimizer that was removed. Waits for steps of the optimizers. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
                                                        const dg_checkpoint_contents* contents,
@@ -1351,8 +1352,9 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_create(
  * error, which names the worker, the checkpoints that were there are still there.
  *
  * DG_FAILED_PRECONDITION, with a list, if it would lack what the newest checkpoint has, if replicas
- * differ, and if a worker has no part; DG_ALREADY_EXISTS if somebody else's folder has the name of
- * that step; the error of a save_values. */
+ * differ, and if a worker has no part; DG_INVALID_ARGUMENT if a load would refuse an optimizer's
+ * state; DG_ALREADY_EXISTS if somebody else's folder has the name of that step; the error of a
+ * save_values. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* manager,
                                                         int64_t step,
                                                         int64_t timeout_ms) DG_NOEXCEPT;
@@ -1425,7 +1427,9 @@ DG_API dg_str dg_loaded_checkpoint_item(const dg_loaded_checkpoint* loaded, uint
 enum {
   DG_LOADED_MISSING = 1,    /* in the checkpoint */
   DG_LOADED_UNEXPECTED = 2, /* in the checkpoint: nobody asked for it */
-  DG_LOADED_MISMATCHED = 3  /* of another dtype or shape */
+  /* Of another dtype or shape, or shares memory with another tensor that was loaded with other
+   * values. */
+  DG_LOADED_MISMATCHED = 3
 };
 DG_API void dg_loaded_checkpoint_destroy(dg_loaded_checkpoint* loaded) DG_NOEXCEPT;
 
