@@ -400,6 +400,7 @@ class PipeConnection final : public Connection,
       gpus_there_ = gpus;
       shared_->clock->Cancel(timer_);
     } else if (!closed_) {
+      heard_ = true;
       receiver_->OnPacket(std::move(packet));
     }
     ReadNext();
@@ -443,10 +444,11 @@ class PipeConnection final : public Connection,
     if (const auto ours = error.castToType<TextError>(); ours != nullptr) {
       if (ours->cause() == TextError::Cause::kExhausted)
         code = absl::StatusCode::kResourceExhausted;
-      if (ours->cause() == TextError::Cause::kNotTakenIn ||
-          ours->cause() == TextError::Cause::kNotReached ||
-          ours->cause() == TextError::Cause::kRefused ||
-          ours->cause() == TextError::Cause::kRefuses) {
+      // A pipe has several sockets, of which one may never have brought anything.
+      if (!heard_ && (ours->cause() == TextError::Cause::kNotTakenIn ||
+                      ours->cause() == TextError::Cause::kNotReached ||
+                      ours->cause() == TextError::Cause::kRefused ||
+                      ours->cause() == TextError::Cause::kRefuses)) {
         code = absl::StatusCode::kAborted;
       }
     }
@@ -458,6 +460,7 @@ class PipeConnection final : public Connection,
   std::shared_ptr<tensorpipe::Pipe> pipe_;
   const std::string peer_;
   std::atomic<bool> closed_{false};  // by Close()
+  std::atomic<bool> heard_{false};   // some packet has come
   std::atomic<bool> late_{false};    // closed because nothing came
   std::atomic<int> gpus_there_{0};
 
