@@ -586,12 +586,11 @@ absl::Status Membership::CheckOwnEntry(const Store::Value& entry, Deadline deadl
 absl::Status Membership::PutEntryRight(Deadline deadline) {
   const absl::Status published =
       Patiently(deadline, [&](Deadline until) { return Publish(until); });
-  // Another thread may have written meanwhile that this worker has left; and what has failed may
-  // have been done all the same.
+  // Another thread may have written meanwhile that this worker has left, and have closed this; and
+  // what has failed may have been done all the same.
   if (has_left_) {
-    DG_RETURN_IF_ERROR(Patiently(deadline, [&](Deadline until) {
-      return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), until);
-    }));
+    DG_RETURN_IF_ERROR(store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()),
+                                   std::min(deadline, Deadline::After(kCheckInterval))));
   }
   DG_RETURN_IF_ERROR(published);
   return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });

@@ -172,6 +172,12 @@ absl::StatusOr<const Kind*> KindOf(const torch::optim::Optimizer& optimizer) {
       "other optimizers");
 }
 
+// Null where it has none, also where a step has failed of that: libtorch leaves a null there.
+OptimizerParamState* StateOf(const torch::optim::Optimizer& optimizer, const at::Tensor& tensor) {
+  const auto found = optimizer.state().find(tensor.unsafeGetTensorImpl());
+  return found == optimizer.state().end() ? nullptr : found->second.get();
+}
+
 std::string GroupPrefix(size_t group) { return absl::StrCat("param_groups.", group, "."); }
 std::string StatePrefix(const StateForm& form, size_t parameter) {
   return form.names.empty() ? absl::StrCat("state.", parameter, ".")
@@ -356,7 +362,7 @@ absl::Status Load(const std::vector<StateTensor>& state, torch::optim::Optimizer
       const std::vector<Slot> slots = kind->state(*made);
       bool any = false;
       for (const Slot& slot : slots) any |= given.has(absl::StrCat(prefix, slot.name));
-      const bool has_one = optimizer->state().count(tensor.unsafeGetTensorImpl()) > 0;
+      const bool has_one = StateOf(*optimizer, tensor) != nullptr;
       if (!any && !(kind->from_the_start && has_one)) continue;
       for (const Slot& slot : slots) {
         if (kind->needs(*options[i], slot.name) || given.has(absl::StrCat(prefix, slot.name))) {
@@ -396,9 +402,9 @@ absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& opti
       for (const Slot& slot : kind->options(group.options())) add(GroupPrefix(i), slot);
       for (const at::Tensor& tensor : group.params()) {
         const std::string prefix = StatePrefix(form, parameter++);
-        const auto found = optimizer.state().find(tensor.unsafeGetTensorImpl());
-        if (found == optimizer.state().end()) continue;
-        for (const Slot& slot : kind->state(*found->second)) add(prefix, slot);
+        OptimizerParamState* const its = StateOf(optimizer, tensor);
+        if (its == nullptr) continue;
+        for (const Slot& slot : kind->state(*its)) add(prefix, slot);
       }
     }
   } catch (...) {

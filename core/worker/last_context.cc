@@ -232,9 +232,11 @@ absl::StatusOr<std::vector<WorkerRank>> LastContexts::GoOn(Deadline deadline) {
         known.ok() ? std::max(known->incarnation, each.incarnation) : each.incarnation;
     // Of those who have left, or are lost, most are gone: they are asked when a context of theirs
     // comes.
-    // So is one that has no entry yet, or not its own: nobody knows where it is.
+    // So is one that has no entry yet, or not its own: nobody knows where it is. But a start that
+    // was refused has counted, too.
     const Incarnation latest = static_cast<Incarnation>(starts[i]) << 32;
-    const bool is_there = !is_gone(each, incarnation) && latest <= incarnation;
+    const bool is_there = !is_gone(each, incarnation) &&
+                          (latest <= incarnation || parts_.agent.Hears(each.rank, incarnation));
     if (is_there) makers.push_back(each.rank);
     last.push_back(std::max(LastIdOf(each.rank, incarnation), LastIdOf(each.rank, latest)));
     next.emplace(each.rank, Unheard{.incarnation = incarnation,
