@@ -963,7 +963,6 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
   }
 }
 
-// The pool comes to the message of a worker when that is lost already.
 // Of two gradients for one edge its other end would take the first.
 TEST_F(EngineTest, APassFailsWhosePeerHasSentTwoMessagesWithOneEdge) {
   for (const int tensors : {1, 2}) {
@@ -987,6 +986,7 @@ TEST_F(EngineTest, APassFailsWhosePeerHasSentTwoMessagesWithOneEdge) {
   }
 }
 
+// The pool comes to the message of a worker when that is lost already.
 TEST_F(EngineTest, AMessageThatIsReadLateBringsNoContextOfALostWorker) {
   absl::Notification go;
   pool_.Schedule([&] { go.WaitForNotification(); });

@@ -1,5 +1,5 @@
 // A worker and a peer that sends what no worker does: bodies of calls and of replies that say less
-// than which edge they bring.
+// than which edge they bring, and notices that are none.
 #include <ATen/ops/neg.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sum.h>
@@ -57,15 +57,16 @@ class MalformedBodyTest : public testing::Test {
     return echoed.ok() ? echoed->tensors.at(0) : at::neg(x);
   }
   // Both ends know that what was sent is lost, so that no pass waits for it.
-  void ExpectLost(const Context& context, const at::Tensor& root) {
+  void ExpectLost(const Context& context, const at::Tensor& root,
+                  const char* what = "call body ends too early") {
     const absl::Time end = absl::Now() + absl::Seconds(20);
     while (!peer_.service.HasLost(0) && absl::Now() < end) absl::SleepFor(absl::Milliseconds(1));
     ASSERT_TRUE(peer_.service.HasLost(0)) << "the peer waits";
     const absl::Status why = peer_.service.AwaitLost(0);
-    EXPECT_TRUE(absl::StrContains(why.message(), "call body ends too early")) << why;
+    EXPECT_TRUE(absl::StrContains(why.message(), what)) << why;
     const absl::Status pass =
         context.Backward({at::sum(root)}, {.deadline = absl::Now() + absl::Seconds(20)});
-    EXPECT_TRUE(absl::StrContains(pass.message(), "call body ends too early")) << pass;
+    EXPECT_TRUE(absl::StrContains(pass.message(), what)) << pass;
   }
 
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>();
@@ -108,6 +109,13 @@ TEST_F(MalformedBodyTest, SoDoesAReplyThatComesLate) {
   reply.bytes += "x";
   kept.Reply(std::move(reply));
   ExpectLost(context, echoed);
+}
+
+TEST_F(MalformedBodyTest, SoDoesANotice) {
+  const Context context = worker_->NewContext();
+  const at::Tensor echoed = Echoed(context);
+  peer_.Notify(0, "x");
+  ExpectLost(context, echoed, "reading gradients from worker 'worker1' (1): ");
 }
 
 // An error has no body.
