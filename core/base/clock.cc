@@ -3,14 +3,14 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/time/clock.h"
 #include "core/base/check.h"
 #include "core/base/status.h"
+#include "core/base/steady_mutex.h"
 #include "core/base/thread.h"
 #include "core/base/timer_queue.h"
 
@@ -31,10 +31,10 @@ class SystemClock final : public Clock {
     if (!thread_.joinable()) return;  // it was not started
     DG_CHECK(thread_.get_id() != std::this_thread::get_id()) << "a timer destroyed its clock";
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      SteadyMutexLock lock(&mu_);
       stopping_ = true;
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
     thread_.join();
   }
 
@@ -43,47 +43,47 @@ class SystemClock final : public Clock {
   TimerId At(absl::Time when, absl::AnyInvocable<void()> callback) override {
     TimerId id;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      SteadyMutexLock lock(&mu_);
       id = timers_.Add(when, std::move(callback));
       // Most timers are deadlines far away, taken back soon: the thread sleeps through them.
       if (when >= sleeping_until_) return id;
       sleeping_until_ = when;
     }
-    wake_.notify_one();
+    wake_.NotifyOne();
     return id;
   }
 
   bool Cancel(TimerId timer) override {
     internal::TimerQueue::Callback callback;  // destroyed after the lock is given back
-    std::lock_guard<std::mutex> lock(mu_);
+    SteadyMutexLock lock(&mu_);
     callback = timers_.Remove(timer);
     return callback != nullptr;
   }
 
  private:
   void Run() {
-    std::unique_lock<std::mutex> lock(mu_);
+    SteadyMutexLock lock(&mu_);
     while (!stopping_) {
       const absl::Time next = timers_.Next();
       if (next == absl::InfiniteFuture()) {
         sleeping_until_ = next;
-        wake_.wait(lock);
+        wake_.Wait(&mu_);
       } else if (const absl::Duration left = next - Now(); left > absl::ZeroDuration()) {
         sleeping_until_ = next;
         // In steps, so that a far time cannot overflow the steady clock's range.
-        wake_.wait_until(
-            lock, Steady::now() + absl::ToChronoNanoseconds(std::min(left, absl::Hours(24))));
+        wake_.WaitUntil(&mu_,
+                        Steady::now() + absl::ToChronoNanoseconds(std::min(left, absl::Hours(24))));
       } else {
         internal::TimerQueue::Firing timer = timers_.Fire();
         // Awake: this thread looks at the queue again before it sleeps.
         sleeping_until_ = absl::InfinitePast();
-        lock.unlock();
+        mu_.Unlock();
         const bool called = internal::TimerQueue::Call(timer);
-        lock.lock();
+        mu_.Lock();
         timers_.Fired(timer, called, Now());
-        lock.unlock();
+        mu_.Unlock();
         timer = {};
-        lock.lock();
+        mu_.Lock();
       }
     }
   }
@@ -92,13 +92,11 @@ class SystemClock final : public Clock {
   const absl::Time start_ = absl::Now();
   const Steady::time_point steady_start_ = Steady::now();
 
-  // Not absl::Mutex, whose timed waits follow the wall clock.
-  std::mutex mu_;
-  std::condition_variable wake_;
-  // Guarded by mu_.
-  internal::TimerQueue timers_;
-  absl::Time sleeping_until_ = absl::InfinitePast();
-  bool stopping_ = false;
+  SteadyMutex mu_;
+  SteadyCondVar wake_;
+  internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);
+  absl::Time sleeping_until_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
 
   std::thread thread_;  // constant after Start(); joined by the destructor
 };

@@ -8,8 +8,10 @@
 
 #include <cerrno>
 #include <cstdint>
-#include <mutex>
 #include <set>
+
+#include "absl/base/thread_annotations.h"
+#include "core/base/steady_mutex.h"
 
 namespace distgrad {
 
@@ -31,7 +33,7 @@ class OpenLocks {
       const int fd = openat(folder, path, flags | O_CLOEXEC, 0666);
       const int error = fd < 0 ? errno : 0;
       {
-        const std::lock_guard<std::mutex> guard(mu_);
+        const SteadyMutexLock lock_of_all(&mu_);
         if (error != 0) {
           open_.erase(&lock);
           return error;
@@ -49,7 +51,7 @@ class OpenLocks {
   void Close(FileLock& lock) {
     int fd = -1;
     {
-      const std::lock_guard<std::mutex> guard(mu_);
+      const SteadyMutexLock lock_of_all(&mu_);
       open_.erase(&lock);
       fd = lock.fd_;
       lock.fd_ = -1;
@@ -62,35 +64,35 @@ class OpenLocks {
 
  private:
   OpenLocks()
-      : atfork_(pthread_atfork([] { Get().mu_.lock(); },
-                               [] {
+      : atfork_(pthread_atfork([]() ABSL_NO_THREAD_SAFETY_ANALYSIS { Get().mu_.Lock(); },
+                               []() ABSL_NO_THREAD_SAFETY_ANALYSIS {
                                  ++Get().forks_;
-                                 Get().mu_.unlock();
+                                 Get().mu_.Unlock();
                                },
-                               [] { Get().CloseInChild(); })) {}
+                               []() ABSL_NO_THREAD_SAFETY_ANALYSIS { Get().CloseInChild(); })) {}
 
   // Returns how often the process has forked.
   uint64_t Add(FileLock& lock) {
-    const std::lock_guard<std::mutex> guard(mu_);
+    const SteadyMutexLock lock_of_all(&mu_);
     open_.insert(&lock);
     return forks_;
   }
   // On the only thread of the child, which has the mutex from before the fork. The lock itself
   // stays: it is the parent's.
-  void CloseInChild() {
+  void CloseInChild() ABSL_UNLOCK_FUNCTION(mu_) {
     for (FileLock* const lock : open_) {
       if (lock->fd_ >= 0) close(lock->fd_);
       lock->fd_ = -1;
     }
     open_.clear();
-    mu_.unlock();
+    mu_.Unlock();
   }
 
-  std::mutex mu_;
-  // Those that are open, or about to be. Guarded by mu_, as are the descriptors' changes.
-  std::set<FileLock*> open_;
-  uint64_t forks_ = 0;  // guarded by mu_
-  const int atfork_;    // the error of pthread_atfork()
+  SteadyMutex mu_;  // not absl::Mutex, which a fork's child would have to give back
+  // Those that are open, or about to be. Their descriptors change under the mutex, too.
+  std::set<FileLock*> open_ ABSL_GUARDED_BY(mu_);
+  uint64_t forks_ ABSL_GUARDED_BY(mu_) = 0;
+  const int atfork_;  // the error of pthread_atfork()
 };
 
 int FileLock::Open(int folder, const char* path, int flags) {

@@ -169,7 +169,7 @@ Deadline TcpStoreClient::AtLeastAMoment(Deadline deadline) const {
 
 absl::Status TcpStoreClient::TakeTurn(const Request& request, Deadline deadline) {
   const bool in_haste = !request.has_waited;
-  std::unique_lock<std::mutex> lock(mu_);
+  SteadyMutexLock lock(&mu_);
   const uint64_t ticket = ++last_ticket_;
   line_.push_back(ticket);
   in_haste_ += in_haste ? 1 : 0;
@@ -177,15 +177,19 @@ absl::Status TcpStoreClient::TakeTurn(const Request& request, Deadline deadline)
     const uint64_t one = 1;  // an eventfd that is full rings all the same
     [[maybe_unused]] const ssize_t rung = write(interrupt_.fd(), &one, sizeof(one));
   }
-  const bool came =
-      free_.wait_until(lock, deadline.at(), [&] { return !busy_ && line_.front() == ticket; });
+  const auto is_its_turn = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return !busy_ && line_.front() == ticket;
+  };
+  while (!is_its_turn() && free_.WaitUntil(&mu_, deadline.at())) {
+  }
+  const bool came = is_its_turn();
   line_.erase(std::find(line_.begin(), line_.end(), ticket));
   in_haste_ -= in_haste ? 1 : 0;
   if (came && gone_.ok()) {
     busy_ = true;
     return absl::OkStatus();
   }
-  free_.notify_all();  // the next in line may be the first now
+  free_.NotifyAll();  // the next in line may be the first now
   if (came) return gone_;
   return absl::DeadlineExceededError(absl::StrCat("the store at ", where_, " is busy"));
 }
@@ -194,9 +198,9 @@ absl::Status TcpStoreClient::Exchange(const Request& request, Deadline deadline,
                                       ReadAnswer read_answer) {
   DG_RETURN_IF_ERROR(TakeTurn(request, deadline));
   const absl::Cleanup end_turn = [this] {
-    std::lock_guard<std::mutex> lock(mu_);
+    SteadyMutexLock lock(&mu_);
     busy_ = false;
-    free_.notify_all();
+    free_.NotifyAll();
   };
   // Where there is no memory, half an answer may be on its way, as after an error.
   absl::Cleanup break_off = [this] { socket_ = Socket(); };
@@ -206,7 +210,7 @@ absl::Status TcpStoreClient::Exchange(const Request& request, Deadline deadline,
   if (status.ok()) return status;
   status = Annotate(status, absl::StrCat(gone ? "lost the store at " : "the store at ", where_));
   if (gone) {
-    std::lock_guard<std::mutex> lock(mu_);
+    SteadyMutexLock lock(&mu_);
     gone_ = status;
   }
   return status;
@@ -217,7 +221,7 @@ bool TcpStoreClient::AwaitAnswerOrOthers(Socket& socket, Deadline deadline) {
   while (!socket.HasInput()) {
     bool others;
     {
-      std::lock_guard<std::mutex> lock(mu_);
+      SteadyMutexLock lock(&mu_);
       if (in_haste_ > 0) return true;
       others = !line_.empty();
     }

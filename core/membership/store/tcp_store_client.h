@@ -4,19 +4,19 @@
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_TCP_STORE_CLIENT_H_
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "core/base/steady_mutex.h"
 #include "core/membership/store.h"
 #include "core/net/certificates.h"
 #include "core/net/cluster_key.h"
@@ -103,14 +103,13 @@ class TcpStoreClient final : public Store {
   const std::string nothing_;  // what no key of c10d's holds
   const Socket interrupt_;     // an eventfd: the thread whose turn it is checks for others
 
-  std::mutex mu_;  // not absl::Mutex, whose timed waits follow the wall clock
-  std::condition_variable free_;
-  // Guarded by mu_.
-  bool busy_ = false;  // a thread has the turn
-  uint64_t last_ticket_ = 0;
-  std::deque<uint64_t> line_;  // tickets of threads that wait for their turn
-  int in_haste_ = 0;           // of these, threads that have not had a turn yet
-  absl::Status gone_;
+  SteadyMutex mu_;
+  SteadyCondVar free_;
+  bool busy_ ABSL_GUARDED_BY(mu_) = false;  // a thread has the turn
+  uint64_t last_ticket_ ABSL_GUARDED_BY(mu_) = 0;
+  std::deque<uint64_t> line_ ABSL_GUARDED_BY(mu_);  // tickets of threads that wait for their turn
+  int in_haste_ ABSL_GUARDED_BY(mu_) = 0;  // of these, threads that have not had a turn yet
+  absl::Status gone_ ABSL_GUARDED_BY(mu_);
 
   std::atomic<uint64_t> changes_{0};  // that this client has asked for
 
