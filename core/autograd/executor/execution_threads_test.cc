@@ -256,6 +256,24 @@ TEST(ExecutionThreads, NoNodesRunWithinANode) {
   EXPECT_TRUE(MayRunNodesHere());
 }
 
+// Runs the nodes of `root` on two threads, on the second one once the first has counted in `runs`.
+// `second`: what that one says of its waits.
+void RunTwice(const Tensor& root, const std::atomic<int>& runs, Blockable* second) {
+  const auto run = [&] {
+    RecordingSink sink;
+    Execution execution(GraphOf({{root}}), ExecutionOptions{.retain_graph = true}, &sink);
+    execution.Feed(0, {Full(1)}, {true});
+    EXPECT_TRUE(execution.status().ok()) << execution.status();
+  };
+  RunThreads(2, [&](int thread) {
+    if (thread == 0) return run();
+    while (runs == 0) std::this_thread::yield();
+    Blockable::SetCurrent(second);
+    run();
+    Blockable::SetCurrent(nullptr);
+  });
+}
+
 // Whoever waits for its turn at a node can be done without.
 TEST(ExecutionThreads, WhoeverWaitsForANodeSaysSo) {
   struct Waits : Blockable {
@@ -271,19 +289,7 @@ TEST(ExecutionThreads, WhoeverWaitsForANodeSaysSo) {
     --inside;
   };
   const Tensor root = Watch(Full(1).requires_grad_(), &body);
-  const auto run = [&] {
-    RecordingSink sink;
-    Execution execution(GraphOf({{root}}), ExecutionOptions{.retain_graph = true}, &sink);
-    execution.Feed(0, {Full(1)}, {true});
-    EXPECT_TRUE(execution.status().ok()) << execution.status();
-  };
-  RunThreads(2, [&](int thread) {
-    if (thread == 0) return run();
-    while (runs == 0) std::this_thread::yield();
-    Blockable::SetCurrent(&waits);
-    run();
-    Blockable::SetCurrent(nullptr);
-  });
+  RunTwice(root, runs, &waits);
   EXPECT_TRUE(waits.blocked.HasBeenNotified());
   EXPECT_EQ(waits.unblocked, 1);
   EXPECT_EQ(runs, 2);
@@ -310,19 +316,7 @@ TEST(ExecutionThreads, OneThreadAtATimeRetainsAGradient) {
         return gradients;
       }),
       0);
-  const auto run = [&] {
-    RecordingSink sink;
-    Execution execution(GraphOf({{root}}), ExecutionOptions{.retain_graph = true}, &sink);
-    execution.Feed(0, {Full(1)}, {true});
-    EXPECT_TRUE(execution.status().ok()) << execution.status();
-  };
-  RunThreads(2, [&](int thread) {
-    if (thread == 0) return run();
-    while (runs == 0) std::this_thread::yield();
-    Blockable::SetCurrent(&waits);
-    run();
-    Blockable::SetCurrent(nullptr);
-  });
+  RunTwice(root, runs, &waits);
   EXPECT_EQ(runs, 2);
 }
 

@@ -59,6 +59,12 @@ std::string Read(const fs::path& path) {
 void Write(const fs::path& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
+// Damages a file.
+void FlipLastBit(const fs::path& path) {
+  std::string bytes = Read(path);
+  bytes.back() = static_cast<char>(bytes.back() ^ 1);
+  Write(path, bytes);
+}
 
 // A model's layer with its optimizer, as one worker has it.
 struct Layer {
@@ -717,10 +723,7 @@ TEST_F(CheckpointManagerTest, ErrorsSayWhereTheyAreFrom) {
     check(manager->Load({.fall_back = true}).status(), says, ErrorOrigin::By::kHandler);
   }
   answer = absl::OkStatus();
-  const std::string file = folder_ + "/step-000002/model-00002-of-00002.safetensors";
-  std::string bytes = Read(file);
-  bytes.back() = static_cast<char>(bytes.back() ^ 1);
-  Write(file, bytes);
+  FlipLastBit(folder_ + "/step-000002/model-00002-of-00002.safetensors");
   check(manager->Load().status(), "another tensor", ErrorOrigin::By::kDistgrad);
   part_b = nullptr;
   check(manager->Load().status(), "has no part", ErrorOrigin::By::kDistgrad);
@@ -881,10 +884,7 @@ TEST_F(CheckpointManagerTest, ADamagedOneIsNoneOfThoseThatAreKept) {
   const auto part = Part(cluster[0], {.tensors = layer.Tensors("l")});
   const auto manager = Manager(cluster[0], {.keep = 2});
   for (const int64_t step : {10, 20}) ASSERT_TRUE(manager->Save(step).ok());
-  const std::string file = folder_ + "/step-000020/model-00001-of-00001.safetensors";
-  std::string bytes = Read(file);
-  bytes.back() = static_cast<char>(bytes.back() ^ 1);
-  Write(file, bytes);
+  FlipLastBit(folder_ + "/step-000020/model-00001-of-00001.safetensors");
   ASSERT_EQ(manager->Load({.fall_back = true})->step, 10);
   ASSERT_TRUE(manager->Save(30).ok());
   EXPECT_EQ(Names(), (Strings{"step-000010", "step-000020", "step-000030"}));
@@ -902,10 +902,7 @@ TEST_F(CheckpointManagerTest, ADamagedOneThatIsNotPassedOverIsNoneOfThemEither) 
   const auto part = Part(cluster[0], {.tensors = layer.Tensors("l")});
   const auto manager = Manager(cluster[0], {.keep = 2});
   for (const int64_t step : {10, 20}) ASSERT_TRUE(manager->Save(step).ok());
-  const std::string file = folder_ + "/step-000020/model-00001-of-00001.safetensors";
-  std::string bytes = Read(file);
-  bytes.back() = static_cast<char>(bytes.back() ^ 1);
-  Write(file, bytes);
+  FlipLastBit(folder_ + "/step-000020/model-00001-of-00001.safetensors");
   EXPECT_EQ(manager->Load().status().code(), Code::kDataLoss);
   ASSERT_EQ(manager->Load({.step = 10})->step, 10);
   ASSERT_TRUE(manager->Save(30).ok());
@@ -1101,9 +1098,7 @@ TEST_F(CheckpointManagerTest, DamageBetweenTheTwoReadsIsFound) {
         cluster[0].Call(WorkerName(0), std::string(kCheckpointCheck), {*check, {}});
     ASSERT_TRUE(checked.ok()) << checked.status();
     const std::string file = folder + "/model-00001-of-00001.safetensors";
-    std::string bytes = Read(file);
-    bytes.back() = static_cast<char>(bytes.back() ^ 1);
-    Write(file, bytes);
+    FlipLastBit(file);
     const absl::Status loaded =
         cluster[0].Call(WorkerName(0), std::string(kCheckpointLoad), {EncodeToken(7), {}}).status();
     EXPECT_EQ(loaded.code(), Code::kDataLoss) << loaded;
