@@ -168,8 +168,11 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   if (!peer)
     return absl::InvalidArgumentError("its first frame is not the hello that names the worker");
 
-  if (frame.kind == FrameKind::kRequest || (frame.kind == FrameKind::kReply && frame.status.ok())) {
+  if (frame.kind == FrameKind::kRequest || frame.kind == FrameKind::kReply ||
+      frame.kind == FrameKind::kNotice) {
     link->SetCarried();
+  }
+  if (frame.kind == FrameKind::kRequest || (frame.kind == FrameKind::kReply && frame.status.ok())) {
     const absl::Status checked =
         service_->CheckBody(absl::string_view(packet.bytes).substr(offset));
     if (!checked.ok()) {
@@ -183,17 +186,14 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   }
   switch (frame.kind) {
     case FrameKind::kRequest:
-      link->SetCarried();
       return Serve(link, *peer, frame, std::move(packet), offset);
     case FrameKind::kCancel:
       link->served().Cancel(frame.call, absl::CancelledError("the caller waits no longer"));
       break;
     case FrameKind::kReply:
-      link->SetCarried();
       OnReply(*peer, frame, Body{std::move(packet), offset});
       break;
     case FrameKind::kNotice: {
-      link->SetCarried();
       CountNotice(*peer, /*served=*/true)->bytes_received += packet.size();
       const absl::Status taken = service_->OnNotice(*peer, Body{std::move(packet), offset},
                                                     [&link] { return link->dropped(); });
