@@ -6,6 +6,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "core/base/await_memory.h"
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
 #include "core/base/log.h"
@@ -55,20 +56,26 @@ bool ThreadPool::Schedule(Task task) {
   absl::MutexLock lock(&mu_);
   if (closed_) return false;
   tasks_.push_back(std::move(task));
-  if (FillSlot() || !threads_.empty() || borrowed_ > 0) return true;
-  task = std::move(tasks_.back());
-  tasks_.pop_back();
-  return false;
+  absl::Cleanup take_back = [&] { TakeBack(&task); };
+  if (!FillSlot() && threads_.empty() && borrowed_ == 0) return false;
+  std::move(take_back).Cancel();
+  return true;
 }
 
 bool ThreadPool::ScheduleNow(Task task) {
   absl::MutexLock lock(&mu_);
   if (closed_ || !tasks_.empty() || running_ >= size_) return false;
   tasks_.push_back(std::move(task));
-  if (FillSlot()) return true;
-  task = std::move(tasks_.back());
+  absl::Cleanup take_back = [&] { TakeBack(&task); };
+  if (!FillSlot()) return false;
+  std::move(take_back).Cancel();
+  return true;
+}
+
+void ThreadPool::TakeBack(Task* task) {
+  mu_.AssertHeld();
+  *task = std::move(tasks_.back());
   tasks_.pop_back();
-  return false;
 }
 
 bool ThreadPool::ScheduleInline(Task task, const void* work) {
@@ -98,14 +105,17 @@ void ThreadPool::RunBorrowed(Task task, bool stays) {
   Blockable::SetCurrent(this);
   task();
   task = nullptr;
-  {
+  bool has_slot = true;
+  AwaitMemory([&] {
     absl::MutexLock lock(&mu_);
-    if (stays) RunTasks();
-    --running_;
-    --borrowed_;
+    if (std::exchange(has_slot, false)) {
+      if (stays) RunTasks();
+      --running_;
+    }
     FillSlot();
+    --borrowed_;
     WakeJoiners();
-  }
+  });
   Blockable::SetCurrent(nullptr);
   this_pool = own;
 }
@@ -205,13 +215,14 @@ bool ThreadPool::FillSlot() {
     return true;
   }
   --running_;
+  RetryLater();
+  if (std::exchange(short_of_threads_, true)) return false;
   try {
-    if (!std::exchange(short_of_threads_, true)) {
-      DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
-                      << threads_.size() << " threads: " << started.message();
-    }
-    RetryLater();
-  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): the next task asks again
+    DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
+                    << threads_.size() << " threads: "
+                    << (started.message().empty() ? "there is no memory for another"
+                                                  : started.message());
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nobody waits for the word
   }
   return false;
 }
@@ -220,8 +231,13 @@ void ThreadPool::RetryLater() {
   if (clock_ == nullptr || retry_.has_value()) return;
   retry_ = clock_->At(clock_->Now() + kRetryDelay, [this] {
     absl::MutexLock lock(&mu_);
-    retry_.reset();
-    for (size_t waiting = tasks_.size(); waiting > 0 && FillSlot(); --waiting) {
+    const auto retry = std::exchange(retry_, std::nullopt);
+    try {
+      for (size_t waiting = tasks_.size(); waiting > 0 && FillSlot(); --waiting) {
+      }
+    } catch (const std::bad_alloc&) {
+      retry_ = retry;  // the clock calls again
+      throw;
     }
   });
 }
@@ -247,9 +263,12 @@ absl::Status ThreadPool::StartOne() {
 }
 
 void ThreadPool::OnBlocked() {
-  absl::MutexLock lock(&mu_);
-  --running_;
-  FillSlot();
+  bool has_slot = true;
+  AwaitMemory([&] {
+    absl::MutexLock lock(&mu_);
+    if (std::exchange(has_slot, false)) --running_;
+    FillSlot();
+  });
 }
 
 void ThreadPool::OnUnblocked() {

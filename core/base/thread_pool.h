@@ -61,7 +61,8 @@ class ThreadPool final : private Blockable {
 
   // Runs `task` on one of the threads. After Close() the task is destroyed unrun and false
   // is returned; likewise if there is no thread, and the machine gives none. Throws std::bad_alloc
-  // if there is no memory for the task. Tasks must not throw.
+  // if there is no memory for the task, or to ask again for the thread that it needs. Tasks must
+  // not throw.
   bool Schedule(Task task);
 
   // The same, but only on a thread that is to be had now; it need not wait for another task.
@@ -96,8 +97,10 @@ class ThreadPool final : private Blockable {
   // Waits for a slot or for the end; false if this thread is to end.
   bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Gives a free slot, if a task is waiting for one, to a parked or a new thread. False if there is
-  // neither.
+  // neither. Throws std::bad_alloc if there is no memory either to ask again later.
   bool FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Takes back the task that came last.
+  void TakeBack(Task* task) ABSL_ASSERT_EXCLUSIVE_LOCK(mu_);
   void RetryLater() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Runs what waits, with the slot of the calling thread.

@@ -467,6 +467,86 @@ TEST(NoThreadsTest, ATaskForALoopThatFindsNoMemoryKeepsNoSlot) {
   }
 }
 
+// The only thread waits for a task, for whose thread memory lacked: nothing else ever happens here.
+TEST(NoThreadsTest, AThreadForWhichMemoryLackedIsAskedForAgain) {
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
+  for (const int count : {1, 20}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      ThreadPool pool("memory", 1, clock.get());
+      absl::Notification blocked, awaited;
+      ASSERT_TRUE(pool.Schedule([&] {
+        const BlockingScope blocking;
+        blocked.Notify();
+        EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1))) << nth;
+      }));
+      blocked.WaitForNotification();
+      FailAllocation(nth, count);
+      bool taken = false;
+      try {
+        taken = pool.Schedule([&] { awaited.Notify(); });
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
+      }
+      failed = FailAllocation(-1);
+      if (!taken) taken = pool.Schedule([&] { awaited.Notify(); });
+      ASSERT_TRUE(taken);
+      pool.Join();
+    }
+  }
+}
+
+// Nor does a thread that gives its slot away as it waits lose what waits for that.
+TEST(NoThreadsTest, AThreadThatWaitsFindsNoMemoryForAnother) {
+  const std::unique_ptr<Clock> clock = NewSystemClock().value();
+  for (const int count : {1, 20}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      ThreadPool pool("memory", 1, clock.get());
+      absl::Notification both_came;
+      ASSERT_TRUE(pool.Schedule([&] {
+        const auto awaited = std::make_shared<absl::Notification>();
+        EXPECT_TRUE(pool.Schedule([awaited] { awaited->Notify(); }));
+        both_came.Notify();
+        FailAllocation(nth, count);
+        const BlockingScope blocking;
+        failed = FailAllocation(-1);
+        EXPECT_TRUE(awaited->WaitForNotificationWithTimeout(absl::Minutes(1))) << nth;
+      }));
+      both_came.WaitForNotification();
+      pool.Join();
+    }
+  }
+}
+
+TEST(NoThreadsTest, ARetryThatFindsNoMemoryIsNotTheLast) {
+  for (const int count : {1, 20}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      FakeClock clock;
+      ThreadPool pool("memory", 1, &clock);
+      absl::Notification blocked, awaited;
+      ASSERT_TRUE(pool.Schedule([&] {
+        const BlockingScope blocking;
+        blocked.Notify();
+        awaited.WaitForNotification();
+      }));
+      blocked.WaitForNotification();
+      {
+        const NoThreads no_threads;
+        ASSERT_TRUE(pool.Schedule([&] { awaited.Notify(); }));
+      }
+      FailAllocation(nth, count);
+      clock.Advance(ThreadPool::kRetryDelay);
+      failed = FailAllocation(-1);
+      clock.Advance(ThreadPool::kRetryDelay);
+      EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1))) << nth;
+      if (!awaited.HasBeenNotified()) awaited.Notify();
+      pool.Join();
+      EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+    }
+  }
+}
+
 // An exception there would end the process.
 TEST(NoThreadsTest, AThreadThatHasNothingToDoNeedsNoMemory) {
   ThreadPool pool("memory", 1);

@@ -89,13 +89,13 @@ class Loop::BorrowedThread final : public EventLoop::BorrowedThread {
   Loop* const loop_;
 };
 
-Loop::Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name)
+Loop::Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name, Clock* clock)
     : epoll_(std::move(epoll)),
       sleep_(std::move(sleep)),
       wake_(std::move(wake)),
-      threads_(std::move(thread_name), kThreads, /*clock=*/nullptr, ThreadPool::Idle::kKeepNone) {}
+      threads_(std::move(thread_name), kThreads, clock, ThreadPool::Idle::kKeepNone) {}
 
-absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
+absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name, Clock* clock) {
   Fd epoll(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll.valid()) return ErrnoStatus(errno, "epoll_create1");
   Fd sleep(epoll_create1(EPOLL_CLOEXEC));
@@ -107,7 +107,7 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name) {
     return ErrnoStatus(errno, "epoll_ctl");
   }
   auto loop = std::unique_ptr<Loop>(
-      new Loop(std::move(epoll), std::move(sleep), std::move(wake), std::move(thread_name)));
+      new Loop(std::move(epoll), std::move(sleep), std::move(wake), std::move(thread_name), clock));
   if (absl::Status watched = loop->Watch(kWakeId, loop->wake_.get(), EPOLLIN); !watched.ok()) {
     return watched;
   }

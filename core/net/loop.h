@@ -32,6 +32,7 @@
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "core/base/blocking.h"
+#include "core/base/clock.h"
 #include "core/base/event_loop.h"
 #include "core/base/spin.h"
 #include "core/base/thread_pool.h"
@@ -57,8 +58,10 @@ class Loop : public EventLoop, private Blockable {
   };
 
   // Starts a loop; kResourceExhausted and the like where the machine gives no more file descriptors
-  // or threads.
-  static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name);
+  // or threads. The clock must outlive it. A loop whose tasks wait, or run deferred ones, needs it:
+  // with it a thread is asked for again that the machine has refused.
+  static absl::StatusOr<std::unique_ptr<Loop>> Start(std::string thread_name,
+                                                     Clock* clock = nullptr);
   // Close() and Join() must have been called, or be possible here.
   ~Loop() override;
 
@@ -93,7 +96,7 @@ class Loop : public EventLoop, private Blockable {
   class BorrowedThread;
   enum class Leader { kNobody, kOwn, kBorrowed };
 
-  Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name);
+  Loop(Fd epoll, Fd sleep, Fd wake, std::string thread_name, Clock* clock);
 
   // Runs on an own thread, until enough others do or the loop is over.
   void Work();

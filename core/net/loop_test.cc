@@ -5,15 +5,16 @@
 
 #include <atomic>
 #include <memory>
-#include <new>
 #include <set>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/notification.h"
+#include "core/base/clock.h"
 #include "core/base/future.h"
 #include "tests/testing/fail_allocation.h"
 
@@ -23,11 +24,15 @@ namespace {
 class LoopTest : public testing::Test {
  protected:
   void SetUp() override {
-    auto loop = Loop::Start("loop-test");
+    auto clock = NewSystemClock();
+    ASSERT_TRUE(clock.ok()) << clock.status();
+    clock_ = *std::move(clock);
+    auto loop = Loop::Start("loop-test", clock_.get());
     ASSERT_TRUE(loop.ok()) << loop.status();
     loop_ = *std::move(loop);
   }
 
+  std::unique_ptr<Clock> clock_;
   std::unique_ptr<Loop> loop_;
 };
 
@@ -239,27 +244,55 @@ TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
   may_wait.WaitForNotification();
 }
 
-// A queue needs memory for one task of many. From the tenth on, for the threads are there by then.
-TEST_F(LoopTest, WhatRunsAsideIsKeptUntilThereIsMemoryForIt) {
-  constexpr int kTasks = 200;
-  for (int i = 0; i < kTasks; ++i) {
-    absl::Notification ran, over;
-    loop_->Run([&] {
-      ASSERT_TRUE(loop_->CanRunDeferred(nullptr));
-      loop_->RunDeferred([&] { ran.Notify(); });
-      if (i >= 10) FailAllocation(i / 50 % 2);
-      try {
-        BlockingScope blocking;
-        FailAllocation(-1);
-        EXPECT_TRUE(ran.WaitForNotificationWithTimeout(absl::Seconds(30)));
-      } catch (const std::bad_alloc&) {
-        FailAllocation(-1);
-        ADD_FAILURE() << "task " << i << " is lost";
+// Runs `in_task` in a task of a loop, where memory lacks once that has called `lack`: again and
+// again, so that each allocation is once the first one to fail, alone or with those behind it,
+// until it returns that none has. Of the loop's threads all but the leader are busy, or some are
+// free.
+void RunWhileMemoryLacks(
+    Clock* clock, absl::FunctionRef<bool(Loop& loop, absl::FunctionRef<void()> lack)> in_task) {
+  for (const int busy : {20, 0}) {
+    for (const int count : {1, 20}) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        SCOPED_TRACE(absl::StrCat(busy, " threads are busy, and ", count,
+                                  " allocations fail from number ", nth, " on"));
+        absl::Notification over, ends;
+        const std::unique_ptr<Loop> loop = Loop::Start("loop-test", clock).value();
+        for (int i = 0; i < busy; ++i) RunDeferred(*loop, [&] { ends.WaitForNotification(); });
+        loop->Run([&] {
+          failed = in_task(*loop, [&] { FailAllocation(nth, count); });
+          over.Notify();
+        });
+        over.WaitForNotification();
+        ends.Notify();
       }
-      over.Notify();
-    });
-    over.WaitForNotification();
+    }
   }
+}
+
+TEST_F(LoopTest, WhatRunsAsideIsKeptUntilThereIsMemoryForIt) {
+  RunWhileMemoryLacks(clock_.get(), [](Loop& loop, const auto& lack) -> bool {
+    const auto ran = std::make_shared<absl::Notification>();
+    EXPECT_TRUE(loop.CanRunDeferred(nullptr));
+    loop.RunDeferred([ran] { ran->Notify(); });
+    lack();
+    const BlockingScope blocking;
+    const bool failed = FailAllocation(-1);
+    EXPECT_TRUE(ran->WaitForNotificationWithTimeout(absl::Minutes(1)));
+    return failed;
+  });
+}
+
+TEST_F(LoopTest, SomebodyLeadsWhileATaskWaitsThoughMemoryLacked) {
+  RunWhileMemoryLacks(clock_.get(), [](Loop& loop, const auto& lack) -> bool {
+    const auto ran = std::make_shared<absl::Notification>();
+    lack();
+    const BlockingScope blocking;
+    const bool failed = FailAllocation(-1);
+    loop.Run([ran] { ran->Notify(); });
+    EXPECT_TRUE(ran->WaitForNotificationWithTimeout(absl::Minutes(1)));
+    return failed;
+  });
 }
 
 TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {

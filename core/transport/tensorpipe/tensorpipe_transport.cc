@@ -153,10 +153,11 @@ class KeepsLoopRunning final : public Loop::Handler {
 class Shared {
  public:
   // `is_sockets`: the transport's sockets are the loop's too.
-  Shared(std::string name, PacketLimits limits, DeviceMemory* gpus, std::shared_ptr<Loop> loop,
-         bool is_sockets)
+  Shared(std::string name, PacketLimits limits, Clock* clock, DeviceMemory* gpus,
+         std::shared_ptr<Loop> loop, bool is_sockets)
       : name(std::move(name)),
         limits(limits),
+        clock(clock),
         gpus(gpus),
         loop(std::move(loop)),
         is_sockets(is_sockets) {}
@@ -182,15 +183,13 @@ class Shared {
   // Constant.
   const std::string name;
   const PacketLimits limits;
+  Clock* const clock;        // nobody uses it after AwaitAll()
   DeviceMemory* const gpus;  // nobody uses it after AwaitAll(); null without gpus_here
   const std::shared_ptr<Loop> loop;
   const bool is_sockets;
   ThreadPool allocator{"dg-allocate", 1};  // nobody uses it after AwaitAll(); has no thread yet
 
   std::atomic<bool> closing{false};  // the transport is being destroyed; set by Close()
-
-  // Set by Listen(); nobody uses it after AwaitAll().
-  Clock* clock = nullptr;
 
   // Counts what will still call back.
   void Expect() {
@@ -529,17 +528,20 @@ class Acceptor : public std::enable_shared_from_this<Acceptor> {
 
 class TensorPipeTransport final : public Transport {
  public:
-  // `loop`: of the sockets if the transport below is our own.
-  TensorPipeTransport(TensorPipeOptions options, std::shared_ptr<tensorpipe::Context> context,
-                      std::shared_ptr<Loop> loop, std::string name, int gpus)
+  // `own_clock`: that of the options, if nobody else has it. `loop`: of the sockets if the
+  // transport below is our own.
+  TensorPipeTransport(TensorPipeOptions options, std::unique_ptr<Clock> own_clock,
+                      std::shared_ptr<tensorpipe::Context> context, std::shared_ptr<Loop> loop,
+                      std::string name, int gpus)
       : options_(std::move(options)),
+        own_clock_(std::move(own_clock)),
         scheme_(Scheme(options_.kind)),
         context_(std::move(context)),
         loop_(std::move(loop)),
         shared_(std::make_shared<Shared>(
             std::move(name),
             PacketLimits{options_.max_packet_bytes, options_.max_segments, /*gpus_here=*/gpus},
-            options_.gpus.get(), loop_, options_.kind == Kind::kSocket)),
+            options_.clock, options_.gpus.get(), loop_, options_.kind == Kind::kSocket)),
         keeps_loop_(loop_->Add(std::make_shared<KeepsLoopRunning>())) {}
 
   ~TensorPipeTransport() override {
@@ -566,16 +568,6 @@ class TensorPipeTransport final : public Transport {
     }
     if (listening_.exchange(true)) {
       return absl::FailedPreconditionError(absl::StrCat(Name(), " is listening already"));
-    }
-    shared_->clock = options_.clock;
-    if (shared_->clock == nullptr) {
-      auto clock = NewSystemClock();
-      if (!clock.ok()) {
-        listening_ = false;
-        return clock.status();
-      }
-      own_clock_ = *std::move(clock);
-      shared_->clock = own_clock_.get();
     }
     const Asking asks(this);
     absl::StatusOr<std::shared_ptr<tensorpipe::Listener>> listener =
@@ -652,13 +644,13 @@ class TensorPipeTransport final : public Transport {
 
   // Constant after construction; synchronize themselves.
   const TensorPipeOptions options_;
+  const std::unique_ptr<Clock> own_clock_;  // if none was given
   const std::string scheme_;
   const std::shared_ptr<tensorpipe::Context> context_;
   const std::shared_ptr<Loop> loop_;
   const std::shared_ptr<Shared> shared_;
   const uint64_t keeps_loop_;
   std::atomic<bool> listening_{false};
-  std::unique_ptr<Clock> own_clock_;  // if none was given; set by Listen()
 };
 
 absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
@@ -672,7 +664,7 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
     socket.acknowledge_timeout = options.acknowledge_timeout;
     socket.max_unauthenticated = options.max_unauthenticated;
     socket.unix_sockets = options.unix_sockets;
-    DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-sockets"));
+    DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-sockets", options.clock));
     return NewSocketTransport(*loop, std::move(socket));
   }
   if (!options.cluster_key.empty() || options.certificates != nullptr) {
@@ -682,7 +674,7 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
                      kCertSetting, "): use socket, or leave these out"));
   }
   // It runs only what a thread of TensorPipe's could not deliver itself.
-  DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-deliver"));
+  DG_ASSIGN_OR_RETURN(*loop, Loop::Start("dg-deliver", options.clock));
   return options.kind == Kind::kTcp ? tensorpipe::transport::uv::create()
                                     : tensorpipe::transport::shm::create();
 }
@@ -692,6 +684,11 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
   auto context =
       std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options.name));
 
+  std::unique_ptr<Clock> own_clock;
+  if (options.clock == nullptr) {
+    DG_ASSIGN_OR_RETURN(own_clock, NewSystemClock());
+    options.clock = own_clock.get();
+  }
   std::shared_ptr<Loop> loop;
   DG_ASSIGN_OR_RETURN(auto transport, NewTransport(options, &loop));
   if (!transport->isViable()) {
@@ -725,7 +722,7 @@ absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
     }
   }
   return std::make_unique<TensorPipeTransport>(
-      std::move(options), std::move(context), std::move(loop),
+      std::move(options), std::move(own_clock), std::move(context), std::move(loop),
       absl::StrCat("tensorpipe ", scheme, "+", channel_name), gpus);
 }
 

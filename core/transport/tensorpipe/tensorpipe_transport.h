@@ -77,8 +77,8 @@ struct TensorPipeOptions {
   uint64_t max_packet_bytes = uint64_t{8} << 30;  // bytes and segments together
   size_t max_segments = 1 << 14;
 
-  // Times out clients that connect and then say nothing; one of its own if nullptr. Must outlive
-  // the transport.
+  // Times out clients that connect and then say nothing, and asks again for threads that the
+  // machine refused; one of its own if nullptr. Must outlive the transport.
   Clock* clock = nullptr;
 };
 
