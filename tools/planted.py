@@ -4,12 +4,13 @@
   tools/planted.py [--check] [--seeds N] [--table] [--tree DIR] [NAME...]
 
 Runs the simulation with one defect after the other (those named, or all) on the seeds from 0, until one
-fails, and prints which; and where tests/simulation/cases has a program of its name, how many of 20 seeds
-of that fail. Ends with 1 if one is not found within N seeds (default 5000), or by its case, or if the
-patch and the table of docs/testing.md do not have the same defects. One of which the table says that no
-seed finds it has to have a case, and only that is run, unless it is named. What finds a defect must pass
-without it: so all seeds up to the last one that found something run without any, and so do the cases.
-The seeds change with the code, so that those of the table are of a day; --table writes them anew.
+fails, and prints which. Where tests/simulation/cases has a program of a defect's name, 20 seeds of that run
+in their place: seeds change with the code, and one that rests on a rare interleaving may be found by none
+of them on a day. With --table, or for one that is named, both run. Ends with 1 if one is not found by its
+case, or, where it has none, within N seeds (default 5000), or if the patch and the table of docs/testing.md
+do not have the same defects. What finds a defect must pass without it: so all seeds up to the last one that
+found something run without any, and so do the cases. The seeds of the table are of a day; --table writes
+them anew.
 
 --check only sees whether the patch applies, and has the same defects as the table.
 
@@ -39,13 +40,13 @@ def read_table():
   return text, re.findall(r"^\| `(\w+)` \| (.*) \| (\d+|none of .*) \|$", TABLE.search(text)[0], re.M)
 
 
-def write_seeds(found):
+def write_seeds(found, most):
   """Writes the seeds into the page as it is now: it may have been edited while they were looked for."""
   text, table = read_table()
-  rows = [(name, what, str(found.get(name, seed))) for name, what, seed in table]
-  with_seed = sorted((row for row in rows if row[2].isdigit()), key=lambda row: (int(row[2]), row[0]))
-  without = [row for row in rows if not row[2].isdigit()]
-  lines = "".join(f"| `{name}` | {what} | {seed} |\n" for name, what, seed in with_seed + without)
+  none = f"none of {most:,}; its case"
+  rows = [(name, what, str(found.get(name, none if seed.isdigit() else seed))) for name, what, seed in table]
+  rows.sort(key=lambda row: (not row[2].isdigit(), int(row[2]) if row[2].isdigit() else 0, row[0]))
+  lines = "".join(f"| `{name}` | {what} | {seed} |\n" for name, what, seed in rows)
   with open(PAGE, "w", encoding="utf-8") as page:
     page.write(TABLE.sub(lambda _: lines, text))
 
@@ -96,7 +97,6 @@ def main():
     planted = set(re.findall(r'Planted\("(\w+)"\)', patch.read()))
   _, table = read_table()
   listed = {name for name, _, _ in table}
-  rare = {name for name, _, seed in table if not seed.isdigit()}
   for name in sorted(planted ^ listed):
     print(f"{name}: not in {PAGE if name in planted else PATCH}", file=sys.stderr)
   unknown = sorted(set(options.names) - planted)
@@ -123,28 +123,25 @@ def main():
   first = {}  # the seeds
   names = options.names or sorted(planted)
   for name in names:
-    is_rare = name in rare
-    said, by_seed, in_case = [], [], None
-    if not is_rare or options.names:
+    case = os.path.abspath(os.path.join(CASES, name + ".txt"))
+    has_case = os.path.exists(case)
+    said, by_seed, in_case = [], [], []
+    if not has_case or options.table or options.names:
       by_seed = failures(tree, name, "--first", "--seeds", str(options.seeds))
       said.append(f"seed {by_seed[0][0]}" if by_seed else f"NOT FOUND by {options.seeds} seeds")
       if by_seed:
         first[name] = by_seed[0][0]
         unplanted.check_seeds(first[name])
-    case = os.path.abspath(os.path.join(CASES, name + ".txt"))
-    if os.path.exists(case):
+    if has_case:
       unplanted.check_case(case)
       in_case = failures(tree, name, "--case", case, "--seeds", CASE_SEEDS)
       said.append(f"{len(in_case)} of {CASE_SEEDS} seeds of its case" if in_case else "NOT FOUND by its case")
-    elif is_rare:
-      said.append(f"{CASES} has no {name}.txt")
-    reasons = by_seed + (in_case or [])
+    reasons = by_seed + in_case
     print(f"{name}: {', '.join(said)}" + (f": {reasons[0][1]}" if reasons else ""), flush=True)
-    # One that is rare by its case, whatever its seeds; any other by its seeds, and by its case if it has one.
-    found += bool(in_case) if is_rare else bool(by_seed) and in_case != []
+    found += bool(in_case if has_case else by_seed)
   print(f"{found} of {len(names)} planted defects are found")
   if options.table and found == len(names) and not options.names:
-    write_seeds(first)
+    write_seeds(first, options.seeds)
   return 1 if found < len(names) else 0
 
 

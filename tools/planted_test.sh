@@ -69,14 +69,14 @@ check() {
 printf '%s\n' 'early: 1' 'late: 20 22' >finds
 check "no seed finds one, and it has no case" 1 "early: seed 1: it failed
 late: seed 20: it failed
-never: tests/simulation/cases has no never.txt
+never: NOT FOUND by 5000 seeds
 2 of 3 planted defects are found"
 
-touch tests/simulation/cases/never.txt
-echo 'never in never.txt: 38 40' >>finds
+touch tests/simulation/cases/{late,never}.txt
+printf '%s\n' 'early: 1' 'late in late.txt: 45' 'never in never.txt: 38 40' >finds
 check "a case finds what no seed does" 0 "early: seed 1: it failed
-late: seed 20: it failed
-never: 2 of 20 seeds of its case: it failed
+late: NOT FOUND by 5000 seeds, 1 of 20 seeds of its case: it failed
+never: NOT FOUND by 5000 seeds, 2 of 20 seeds of its case: it failed
 3 of 3 planted defects are found" --table
 diff - "$page" <<'END' || failed=1
 Before.
@@ -84,21 +84,35 @@ Before.
 | planted | defect | first seed |
 | --- | --- | --- |
 | `early` | what comes too early | 1 |
-| `late` | what comes late | 20 |
+| `late` | what comes late | none of 5,000; its case |
 | `never` | what never comes | none of 5,000 |
 
 Edited.
 END
-# Without a defect: the seeds to the last one of the table, 7, and of those found, 20; and the case.
+# Without a defect: the seeds to the last one of the table, 7, and the cases.
 diff <(sed -n 's/^none: //p' calls) - <<END || failed=1
 --whole --from 0 --seeds 8
---whole --from 8 --seeds 13
+--whole --case $scratch/tests/simulation/cases/late.txt --seeds 20
 --whole --case $scratch/tests/simulation/cases/never.txt --seeds 20
 END
 
 check "by its name, and no seed finds it" 0 \
   "never: NOT FOUND by 5000 seeds, 2 of 20 seeds of its case: it failed
 1 of 1 planted defects are found" never
+
+# What has no case needs a seed, and what has one needs no other.
+rm tests/simulation/cases/late.txt
+printf '%s\n' 'early: 1' 'late: 20 22' 'never in never.txt: 38 40' >finds
+check "one has a case" 0 "early: seed 1: it failed
+late: seed 20: it failed
+never: 2 of 20 seeds of its case: it failed
+3 of 3 planted defects are found"
+# Without a defect: the seeds to the last one that found any, and the case.
+diff <(sed -n 's/^none: //p' calls) - <<END || failed=1
+--whole --from 0 --seeds 2
+--whole --from 2 --seeds 19
+--whole --case $scratch/tests/simulation/cases/never.txt --seeds 20
+END
 
 sed -i '/^never/d' finds
 check "its case does not find it any more" 1 "early: seed 1: it failed
@@ -109,10 +123,10 @@ never: NOT FOUND by its case
 # What fails without a defect is no find.
 echo 'none: 0' >>finds
 check "a seed fails without a defect" 1 \
-  "one of the seeds 0 to 20 fails without a planted defect, so it finds none: seed 0: it failed"
+  "one of the seeds 0 to 1 fails without a planted defect, so it finds none: seed 0: it failed"
 sed -i 's/^none.*/none: 25/; s/^late.*/late: 30/' finds
 check "a seed behind those of the table fails without a defect" 1 "early: seed 1: it failed
-one of the seeds 21 to 30 fails without a planted defect, so it finds none: seed 25: it failed"
+one of the seeds 2 to 30 fails without a planted defect, so it finds none: seed 25: it failed"
 sed -i 's/^none.*/none in never.txt: 39/' finds
 check "a case fails without a defect" 1 "early: seed 1: it failed
 late: seed 30: it failed
