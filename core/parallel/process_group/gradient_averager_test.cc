@@ -980,6 +980,28 @@ TEST(GradientAveragerTest, SeveralAveragesInAStepBesideARankThatHasJoined) {
   }
 }
 
+// Nobody had input for it, and so the gradients are the last average's as before.
+TEST(GradientAveragerTest, AnAverageThatNobodyHadInputForChangesNothing) {
+  for (const bool in_backward : {false, true}) {
+    RunRanks(1, [&](Group group) {
+      const Tensor w = Parameter({2});
+      const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = in_backward});
+      w.sum().backward();
+      if (!in_backward) {
+        ASSERT_EQ(averager->Average(), absl::OkStatus());
+      }
+      for (int i = 0; i < 2; ++i) {
+        const auto others = averager->Join({.keep_gradients = true});
+        ASSERT_TRUE(others.ok()) << others.status();
+        EXPECT_FALSE(*others);
+      }
+      const absl::Status status = averager->Join().status();
+      EXPECT_TRUE(Contains(status, "'w' still has the gradient of the last average")) << status;
+      EXPECT_TRUE(w.grad().equal(torch::ones({2}))) << w.grad();
+    });
+  }
+}
+
 // They would be in the averages of the others.
 TEST(GradientAveragerTest, GradientsOfTheLastStepAreNoneOfAJoin) {
   RunRanks(2, [](Group group) {

@@ -286,11 +286,14 @@ absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
         wrong = CheckMayJoin(keep_gradients);
         if (!wrong.ok()) return absl::OkStatus();
         DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
+        // The gradients are still those of the last average where nobody had input for this one.
+        std::vector<Seen> seen = seen_;
         OpenRound(/*active=*/false);
         DG_RETURN_IF_ERROR(round_->Begin(Gradients(), touched_));
         DG_ASSIGN_OR_RETURN(any, sequence_.AnyActive(*round_));
         if (any) return FinishRound();
         round_.reset();
+        seen_ = std::move(seen);
         return absl::OkStatus();
       }));
   DG_RETURN_IF_ERROR(wrong);
