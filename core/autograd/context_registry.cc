@@ -7,6 +7,14 @@
 #include "core/base/status.h"
 
 namespace distgrad {
+namespace {
+
+// Of two contexts of one maker.
+bool IsOfLaterStart(ContextId id, ContextId than) {
+  return CounterOf(id) >> 32 > CounterOf(than) >> 32;
+}
+
+}  // namespace
 
 std::shared_ptr<ContextRecord> ContextRegistry::New() {
   absl::MutexLock lock(&mu_);
@@ -74,26 +82,31 @@ ContextId ContextRegistry::last() const {
 
 void ContextRegistry::SetComesBack() {
   absl::MutexLock lock(&mu_);
-  older_.insert_or_assign(self_.rank, Older{MakeId(self_.rank, last_), /*is_said=*/true});
+  older_.insert_or_assign(self_.rank, Older{.last = MakeId(self_.rank, last_)});
   refuses_others_ = true;
 }
 
 void ContextRegistry::SetMayBeOlder(const std::vector<ContextId>& last) {
   absl::MutexLock lock(&mu_);
-  for (const ContextId id : last) older_.insert_or_assign(MakerOf(id), Older{id});
+  for (const ContextId id : last) older_.insert_or_assign(MakerOf(id), Older{.may_be = id});
   refuses_others_ = false;
 }
 
-void ContextRegistry::SetOlder(ContextId last) {
+bool ContextRegistry::SetOlder(ContextId last) {
   absl::MutexLock lock(&mu_);
-  older_.insert_or_assign(MakerOf(last), Older{last, /*is_said=*/true});
+  Older& older = older_[MakerOf(last)];
+  if (!older.last.has_value() || last > *older.last) older.last = last;
+  return !IsOfLaterStart(older.may_be, *older.last);
 }
 
 ContextRegistry::Age ContextRegistry::AgeOf(ContextId id) const {
-  const auto older = older_.find(MakerOf(id));
-  if (older == older_.end()) return refuses_others_ ? Age::kMayBeOlder : Age::kNewer;
-  if (id > older->second.last) return Age::kNewer;
-  return older->second.is_said ? Age::kOlder : Age::kMayBeOlder;
+  const auto found = older_.find(MakerOf(id));
+  if (found == older_.end()) return refuses_others_ ? Age::kMayBeOlder : Age::kNewer;
+  const Older& older = found->second;
+  if (older.last.has_value() && id <= *older.last) return Age::kOlder;
+  if (id > older.may_be) return Age::kNewer;
+  const bool is_answered = older.last.has_value() && !IsOfLaterStart(id, *older.last);
+  return is_answered ? Age::kNewer : Age::kMayBeOlder;
 }
 
 absl::StatusOr<std::shared_ptr<ContextRecord>> ContextRegistry::FindUnlessGone(ContextId id) const {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -63,9 +64,11 @@ class ContextRegistry {
   // Has fewer refused: those of the maker of each of `last` up to that one, until the maker has
   // said more. The contexts of makers that are not named are newer.
   void SetMayBeOlder(const std::vector<ContextId>& last);
-  // Has those of the maker of `last` up to that one refused, as that maker says, whatever was said
-  // of it before.
-  void SetOlder(ContextId last);
+  // Has those of the maker of `last` up to that one refused, as that maker says, and none behind it
+  // of the same start (ids.h). Those of later starts stay as they were: it may have been a former
+  // incarnation of the maker that said it. Returns whether it has the last word: whether no context
+  // of the maker may be older any more.
+  bool SetOlder(ContextId last);
 
  private:
   enum class Gone : uint8_t { kReleased, kTooMany, kOlder };
@@ -88,11 +91,11 @@ class ContextRegistry {
   absl::flat_hash_map<WorkerRank, size_t> of_origin_ ABSL_GUARDED_BY(mu_);  // how many; not ours
   absl::flat_hash_map<ContextId, Gone> gone_ ABSL_GUARDED_BY(mu_);
   std::deque<ContextId> gone_order_ ABSL_GUARDED_BY(mu_);
-  // The last context of each maker that is older than this incarnation, or may be as long as the
-  // maker has not said which is.
+  // The last context of a maker that is older than this incarnation, as the maker has said, and the
+  // last one that may be.
   struct Older {
-    ContextId last = 0;
-    bool is_said = false;
+    std::optional<ContextId> last = std::nullopt;
+    ContextId may_be = 0;
   };
   absl::flat_hash_map<WorkerRank, Older> older_ ABSL_GUARDED_BY(mu_);
   bool refuses_others_ ABSL_GUARDED_BY(mu_) = false;  // all that are not known, whoever made them

@@ -92,6 +92,27 @@ TEST(ContextRegistryTest, WhatTheMakerSaysCountsThoughItIsMoreThanWasThought) {
   EXPECT_TRUE(contexts.FindOrAdd(MakeId(kOther, first + 6), 0).ok());
 }
 
+// It may be a former incarnation of the maker that answers, for its entry was written late.
+TEST(ContextRegistryTest, WhatAFormerIncarnationSaysCountsForItsOwnContextsAlone) {
+  ContextRegistry contexts(kSelf, /*incarnation=*/uint64_t{2} << 32);
+  contexts.SetComesBack();
+  const Incarnation former = uint64_t{1} << 32, later = uint64_t{2} << 32;
+  contexts.SetMayBeOlder({LastIdOf(kOther, later)});
+  const auto is_served = [&](Incarnation of, uint64_t number) {
+    return contexts.FindOrAdd(MakeId(kOther, FirstCounter(of) + number), /*edge=*/0).ok();
+  };
+  EXPECT_FALSE(contexts.SetOlder(MakeId(kOther, FirstCounter(former) + 5)));
+  EXPECT_FALSE(is_served(former, 5));
+  EXPECT_TRUE(is_served(former, 6));
+  EXPECT_FALSE(is_served(later, 1)) << "it has not answered";
+  EXPECT_TRUE(contexts.SetOlder(MakeId(kOther, FirstCounter(later) + 3)));
+  EXPECT_FALSE(is_served(later, 3));
+  EXPECT_TRUE(is_served(later, 4));
+  // An answer that comes late takes nothing back.
+  EXPECT_TRUE(contexts.SetOlder(MakeId(kOther, FirstCounter(former) + 9)));
+  EXPECT_FALSE(is_served(later, 2));
+}
+
 // A job may last for months: what is remembered has a bound.
 TEST(ContextRegistryTest, TheLongestGoneIsForgotten) {
   ContextRegistry contexts(kSelf, /*incarnation=*/1);

@@ -147,9 +147,10 @@ bool LastContexts::Take(WorkerRank member, const Answer& last) {
   if (found != unheard_.end()) {
     found->second.is_asked = false;
     if (last.ok()) {
-      // In the first stage it says only that it knows this incarnation.
-      if (stage_ == Stage::kMakersAreAsked) parts_.contexts.SetOlder(*last);
-      unheard_.erase(found);
+      // In the first stage it says only that it knows this incarnation. In the second one it may be
+      // a former incarnation that answers, which says nothing of the contexts of the later one.
+      const bool is_heard = stage_ != Stage::kMakersAreAsked || parts_.contexts.SetOlder(*last);
+      if (is_heard) unheard_.erase(found);
     }
   }
   return stage_ == Stage::kAllAreRefused && --awaited_ == 0;

@@ -625,6 +625,18 @@ class ReturnTest : public testing::Test {
     return status;
   }
 
+  // Has worker 2 call worker 1 in it until that says that it is older.
+  void ExpectTooOld(const Context& context) {
+    const at::Tensor x = at::ones({3}).requires_grad_();
+    const absl::Time end = absl::Now() + absl::Seconds(40);
+    absl::Status status;
+    do {  // its first connection may be refused
+      status = workers_[2]->CallOp("worker1", "aten::neg", {x}, {.context = &context}).status();
+    } while (absl::IsUnavailable(status) && !Contains(status, "began before worker 1 came back") &&
+             absl::Now() < end);
+    EXPECT_TRUE(Contains(status, "began before worker 1 came back")) << status;
+  }
+
   const std::shared_ptr<LosesQuestions> faults_ = std::make_shared<LosesQuestions>();
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>(faults_);
   const std::shared_ptr<Store> store_ = NewInProcessStore();
@@ -751,14 +763,22 @@ TEST_F(ReturnTest, AnEntryOfAnEarlierIncarnationHidesNoContextThatIsOlder) {
   Create(Options(1));
   EXPECT_EQ(CallUntilServed(), absl::OkStatus());
   ASSERT_TRUE(store_->Set("worker/2", right, Later()).ok());
-  const at::Tensor x = at::ones({3}).requires_grad_();
-  const absl::Time end = Later();
-  absl::Status status;
-  do {  // its first connection may have been refused
-    status = workers_[2]->CallOp("worker1", "aten::neg", {x}, {.context = &old}).status();
-  } while (absl::IsUnavailable(status) && !Contains(status, "began before worker 1 came back") &&
-           absl::Now() < end);
-  EXPECT_TRUE(Contains(status, "began before worker 1 came back")) << status;
+  ExpectTooOld(old);
+}
+
+// The process of that incarnation lives, and answers, though it is over.
+TEST_F(ReturnTest, AnAnswerOfAnEarlierIncarnationHidesNoContextThatIsOlder) {
+  Start(3);
+  const std::string earlier = *store_->Get("worker/2", Later());
+  const std::unique_ptr<Worker> over = std::exchange(workers_[2], nullptr);
+  Create(Options(2));
+  const std::string right = *store_->Get("worker/2", Later());
+  const Context old = workers_[2]->NewContext();
+  workers_[1].reset();
+  ASSERT_TRUE(store_->Set("worker/2", earlier, Later()).ok());
+  Create(Options(1));
+  ASSERT_TRUE(store_->Set("worker/2", right, Later()).ok());
+  ExpectTooOld(old);
 }
 
 // Nobody signs it.
@@ -773,11 +793,17 @@ TEST_F(ReturnTest, ACounterOfStartsThatIsNoNumberKeepsNobodyOut) {
 // As by one that has the wrong name.
 TEST_F(ReturnTest, AStartThatWasRefusedHasNoContextOfTheLivingRefused) {
   Start(2);
-  workers_[1].reset();
-  Membership wrong(store_, {.name = "another", .rank = 0, .world_size = 2});
-  EXPECT_EQ(wrong.Claim(Later()).status().code(), absl::StatusCode::kAlreadyExists);
-  Create(Options(1));
-  EXPECT_EQ(CallInNewContext(), absl::OkStatus());
+  // Any thread may stand still for longer than an answer is waited for: the next round is another.
+  absl::Status status;
+  for (int round = 0; round < 3; ++round) {
+    workers_[1].reset();
+    Membership wrong(store_, {.name = "another", .rank = 0, .world_size = 2});
+    EXPECT_EQ(wrong.Claim(Later()).status().code(), absl::StatusCode::kAlreadyExists);
+    Create(Options(1));
+    status = CallInNewContext();
+    if (status.ok()) break;
+  }
+  EXPECT_EQ(status, absl::OkStatus());
 }
 
 TEST_F(ReturnTest, OneThatLeavesKeepsNoContextsRefused) {
