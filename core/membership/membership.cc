@@ -589,8 +589,12 @@ absl::Status Membership::PutEntryRight(Deadline deadline) {
   // Another thread may have written meanwhile that this worker has left, and have closed this; and
   // what has failed may have been done all the same.
   if (has_left_) {
-    DG_RETURN_IF_ERROR(store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()),
-                                   std::min(deadline, Deadline::After(kCheckInterval))));
+    const auto say_left = [&](Deadline until) {
+      return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), until);
+    };
+    absl::Status said = Patiently(deadline, say_left);
+    if (closed_) said = say_left(std::min(deadline, Deadline::After(kCheckInterval)));
+    DG_RETURN_IF_ERROR(said);
   }
   DG_RETURN_IF_ERROR(published);
   return Patiently(deadline, [&](Deadline until) { return WakeBarriers(until); });

@@ -816,6 +816,45 @@ TEST_F(ReplacedTest, WhatItWritesLateIsPutRightWhereMembersAreRead) {
   EXPECT_EQ(members_[0]->Find(WorkerRank{1}, Later())->incarnation, incarnation_);
 }
 
+// Has `leave` called while the entry of worker 1 is written, and does not answer the next writing
+// in time. Thread-safe.
+class LeavesMeanwhileStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (key != "worker/1" || leave == nullptr) return ForwardingStore::Set(key, value, deadline);
+    switch (++writes_) {
+      case 1:
+        leave();  // which is the second one
+        break;
+      case 3:
+        return absl::DeadlineExceededError("no answer");
+      default:
+        break;
+    }
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+  std::function<void()> leave;  // set while nobody writes
+
+ private:
+  std::atomic<int> writes_{0};
+};
+
+TEST_F(RunningJobTest, WhoLeavesWhileItsEntryIsPutRightHasLeft) {
+  Start(2);
+  const std::string before = *store_->Get("worker/1", Later());
+  const auto store = std::make_shared<LeavesMeanwhileStore>(store_);
+  Membership back(store, {.rank = 1, .world_size = 2});
+  ASSERT_TRUE(Come(back, "inproc://back").ok());
+  ASSERT_TRUE(store_->Set("worker/1", before, Later()).ok());
+  store->leave = [&] { EXPECT_EQ(back.Leave(Later()), absl::OkStatus()); };
+  std::thread other([&] { EXPECT_EQ(members_[0]->Barrier(Later()), absl::OkStatus()); });
+  back.Barrier(Later()).IgnoreError();  // it does not count any more
+  EXPECT_TRUE(DecodeWorkerInfo(*store_->Get("worker/1", Later()), 1)->left);
+  other.join();
+}
+
 // The barrier began before the next one came, and so has opened without it.
 TEST_F(RunningJobTest, AReplacedOneDoesNotPassABarrierThatIsOpen) {
   Start(2);
