@@ -50,7 +50,7 @@ STATEMENT = re.compile(r"^\s+(?!return\b|using\b|static\b|constexpr\b|const\b|au
                        r"(?:\+\+|--|\*)?[A-Za-z_][\w:.\->\[\]()]*\s*(?:\(|[-+*/|&^]?=[^=]|\+\+|--).*;"
                        r"(?:\s*//.*)?$")
 LEAVES = re.compile(r"^\s+(?:break|continue|return);")
-LOCK = re.compile(r"^\s+absl::(?:Reader|Writer)?MutexLock \w+\(.*\);")
+LOCK = re.compile(r"^\s+(?:const )?(?:absl::(?:Reader|Writer)?MutexLock|SteadyMutexLock) \w+\(.*\);")
 # `Type name = value;` and `Type name(value);` are declarations that others need.
 DECLARATION = re.compile(r"^\s+(?:[\w:]+(?:<.*>)?[&*]*\s+)+[&*]?\w+\s*(?:=|\(|\{|;)")
 LEFT_ALONE = re.compile(r"^\s*(?://|#|\*|DG_LOG|DG_CHECK)")

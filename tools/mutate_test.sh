@@ -20,6 +20,9 @@ void Link::Close(int size) {
   owner_->OnClosed(
       left);
 }
+bool Link::Await() {
+  const SteadyMutexLock lock(&waiters_);
+}
 END
 expected="4: without the lock: ;
 6: without the statement: ;
@@ -28,7 +31,8 @@ expected="4: without the lock: ;
 9: the other condition: if (!(left > 0 && open_)) {
 9: || for &&: if (left > 0 || open_) {
 9: >= for >: if (left >= 0 && open_) {
-10: without the statement: ;"
+10: without the statement: ;
+16: without the lock: ;"
 touch "$scratch/link_test.cc"
 diff <(sed "s|^|$scratch/link.cc:|" <<<"$expected") <(tools/mutate.py --list "$scratch")
 

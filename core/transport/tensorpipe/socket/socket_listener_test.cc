@@ -188,7 +188,12 @@ TEST(SocketListenerTest, WithoutMemoryAClientWhoSaysNothingIsClosed) {
     options.handshake_timeout = absl::Milliseconds(1);
     const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
     const auto listener = *SocketListener::Listen(loop, "127.0.0.1", options);
-    loop->Run([nth] { FailAllocation(nth); });
+    absl::Notification lacks;  // before anybody comes
+    loop->Run([&] {
+      FailAllocation(nth);
+      lacks.Notify();
+    });
+    lacks.WaitForNotification();
     const Endpoint endpoint = *ParseEndpoint(listener->address());
     const Fd client = *NewSocketFor(endpoint, /*is_unix=*/false);
     StartConnecting(client, endpoint, /*is_unix=*/false);
