@@ -143,7 +143,7 @@ void Link::OnSent(const absl::Status& sent) {
   sent_.fetch_add(1, std::memory_order_relaxed);
   // Where the connection is over, its receiver hears of that. Where it stands and refuses a packet,
   // whoever waits for what was in it would wait on.
-  if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent) || absl::IsAborted(sent)) {
+  if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent) || absl::IsNotFound(sent)) {
     return;
   }
   DG_LOG(WARNING) << "closing a connection: " << sent.message();
@@ -324,15 +324,16 @@ void Link::Close(absl::Status why) {
 void Link::OnClosed(absl::Status why) {
   std::shared_ptr<Connection> connection;  // these end outside the lock
   std::shared_ptr<Link> bulk;
+  bool is_refused;
   {
     absl::MutexLock lock(&mu_);
     if (!state_.Advance(State::kClosed)) return;
     connection.swap(connection_);
     bulk.swap(bulk_);
+    is_refused = why_.ok() && absl::IsNotFound(why);
     if (!why_.ok()) why = why_;
   }
-  const bool is_there = absl::IsAborted(why);
-  if (is_there) {  // to all others it is not to be had
+  if (is_refused) {  // to all others it is not to be had
     try {
       why = absl::UnavailableError(why.message());
     } catch (const std::bad_alloc&) {
@@ -346,7 +347,7 @@ void Link::OnClosed(absl::Status why) {
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it goes with the link
   }
   if (bulk != nullptr) bulk->Close(why);
-  owner_->OnClosed(shared_from_this(), std::move(why), is_there);
+  owner_->OnClosed(shared_from_this(), std::move(why), is_refused);
 }
 
 bool Link::dropped() const {

@@ -44,9 +44,9 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
     // Writes into a request that has waited, and is about to leave, what is left of its time.
     // Returns false if its call has ended; then it does not leave.
     virtual bool OnLeaving(uint64_t call, Packet& request) = 0;
-    // Says that the link has ended; called once, and last. `is_there`: a process is at the other
-    // end, which has not admitted this one, or may be, to which no way leads.
-    virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) = 0;
+    // Says that the link has ended; called once, and last. `is_refused`: nobody listens where it
+    // was to lead.
+    virtual void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_refused) = 0;
   };
 
   enum class Kind {

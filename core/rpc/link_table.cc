@@ -581,7 +581,7 @@ void LinkTable::GiveUp(const std::shared_ptr<Link>& link, WorkerRank peer,
 
 // Others wait to hear of the end, which is said once. So this waits where there is no memory for
 // that; and does without for the rest, for the thread may be the transport's.
-void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) {
+void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_refused) {
   std::optional<WorkerRank> peer;
   bool is_bulk = false, is_lost = false, is_news = false;
   MemberWatch::ClosedLink closed;
@@ -608,7 +608,7 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
                 .incarnation = link->incarnation(),
                 .was_heard = link->heard() > 0 || entry.mark == Entry::Mark::kStale,
                 .was_silent = entry.mark == Entry::Mark::kSilent,
-                .is_there = is_there,
+                .is_refused = is_refused,
                 .asked_for = entry.asked_for};
     }
     links_.erase(found);

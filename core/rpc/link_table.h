@@ -125,7 +125,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void OnPacket(const std::shared_ptr<Link>& link, Packet packet) override;
   void OnBulkWanted(const std::shared_ptr<Link>& link) override;
   bool OnLeaving(uint64_t call, Packet& request) override;
-  void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_there) override;
+  void OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_refused) override;
 
  private:
   enum class State {

@@ -31,9 +31,9 @@ class RecordingOwner : public Link::Owner {
   }
   void OnBulkWanted(const std::shared_ptr<Link>&) override { ++bulk_wanted; }
   bool OnLeaving(uint64_t, Packet&) override { return leaves; }
-  void OnClosed(const std::shared_ptr<Link>&, absl::Status why, bool is_there) override {
+  void OnClosed(const std::shared_ptr<Link>&, absl::Status why, bool is_refused) override {
     closed.push_back(std::move(why));
-    was_there = is_there;
+    was_refused = is_refused;
   }
 
   std::function<void(Link&, const std::string&)> on_packet;
@@ -42,7 +42,7 @@ class RecordingOwner : public Link::Owner {
   std::weak_ptr<Link> last;  // which holds its owner
   int bulk_wanted = 0;
   std::vector<absl::Status> closed;
-  bool was_there = false;
+  bool was_refused = false;
 };
 
 // Keeps what is sent, and ends its receiver when it is closed.
@@ -247,22 +247,24 @@ TEST_F(LinkTest, AConnectionThatComesTooLateIsClosed) {
   EXPECT_TRUE(Connect(dropped)->closed) << "the connection that it would serve is closed";
 }
 
-TEST_F(LinkTest, OneThatDidNotTakeUsInIsThere) {
-  const auto link = NewLink(Link::Kind::kOpened);
-  Connect(link);
-  link->OnClosed(absl::AbortedError("reset"));
-  EXPECT_TRUE(owner_->was_there);
-  EXPECT_THAT(owner_->closed, ElementsAre(absl::UnavailableError("reset")));
-}
-
-// To those whom it concerns, too, it is only not to be had.
-TEST_F(LinkTest, WhatIsServedForOneThatDidNotTakeUsInIsCancelledAsForAnyOther) {
+// To all others it is only not to be had, as is one that has gone away.
+TEST_F(LinkTest, WhereNobodyListensItsOwnerHearsSo) {
   const auto link = NewLink(Link::Kind::kOpened);
   Connect(link);
   const auto cancellation = link->served().Begin(1, 10);
   ASSERT_TRUE(cancellation.ok()) << cancellation.status();
-  link->OnClosed(absl::AbortedError("reset"));
-  EXPECT_EQ((*cancellation)->why(), absl::UnavailableError("reset"));
+  link->OnClosed(absl::NotFoundError("refused"));
+  EXPECT_TRUE(owner_->was_refused);
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::UnavailableError("refused")));
+  EXPECT_EQ((*cancellation)->why(), absl::UnavailableError("refused"));
+}
+
+// What the store does not know, say, was not refused by anybody.
+TEST_F(LinkTest, WhatIsClosedHereWasNotRefused) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  link->Close(absl::NotFoundError("never heard of it"));
+  EXPECT_FALSE(owner_->was_refused);
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::NotFoundError("never heard of it")));
 }
 
 TEST_F(LinkTest, ItClosesBehindTheLastWords) {

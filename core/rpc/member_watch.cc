@@ -89,7 +89,7 @@ MemberWatch::Verdict MemberWatch::OnClosed(const ClosedLink& link, const absl::S
     Unreachable& its = unreachable_.try_emplace(link.peer, begin).first->second;
     // What an earlier incarnation did not answer says nothing of this one.
     if (its.incarnation < begin.incarnation) its = begin;
-    is_lost = (!link.is_there && now - link.asked_for < kRefusal) || now - its.since >= patience_;
+    is_lost = (link.is_refused && now - link.asked_for < kRefusal) || now - its.since >= patience_;
   }
   if (is_lost) {
     unreachable_.erase(link.peer);

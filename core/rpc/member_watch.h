@@ -32,7 +32,7 @@ class MemberWatch {
     Incarnation incarnation = 0;
     bool was_heard = false;  // on this link, or on another one while this one was dead
     bool was_silent = false;
-    bool is_there = false;  // somebody is, who has not taken us in, or may be: nothing refused
+    bool is_refused = false;  // nobody listens where it was to lead
     absl::Time asked_for = {};
   };
   enum class Verdict { kNothing, kTryAgain, kLost };

@@ -38,9 +38,7 @@ class MemberWatchTest : public ::testing::Test {
     return watch_.OnClosed(link, why, now_);
   }
   // That nobody has answered, who is asked since then.
-  Verdict Unanswered(absl::Duration since) {
-    return Broke({.is_there = true, .asked_for = now_ - since});
-  }
+  Verdict Unanswered(absl::Duration since) { return Broke({.asked_for = now_ - since}); }
 
   absl::Time now_ = absl::UnixEpoch() + absl::Hours(1);
   const std::shared_ptr<Peers> peers_;
@@ -81,7 +79,7 @@ TEST_F(MemberWatchTest, WhoIsWatchedTooIsTriedAgainUntilItIsLostOrHasLeft) {
 TEST_F(MemberWatchTest, WhoIsWatchedTooAndCanBeReachedHasAllOfThePatienceAgain) {
   watch_.WatchToo(3);
   const auto unanswered = [this] {
-    return Broke({.peer = 3, .is_there = true, .asked_for = now_ - absl::Milliseconds(100)});
+    return Broke({.peer = 3, .asked_for = now_ - absl::Milliseconds(100)});
   };
   EXPECT_EQ(unanswered(), Verdict::kTryAgain);
   now_ += kPatience;
@@ -97,7 +95,8 @@ TEST_F(MemberWatchTest, AConnectionThatWasGoodIsTriedAgainOnceASecond) {
 }
 
 TEST_F(MemberWatchTest, WhoIsNotThereOrSilentIsLost) {
-  EXPECT_EQ(Broke({.asked_for = now_ - absl::Milliseconds(100)}), Verdict::kLost) << "refused";
+  EXPECT_EQ(Broke({.is_refused = true, .asked_for = now_ - absl::Milliseconds(100)}),
+            Verdict::kLost);
   EXPECT_EQ(Broke({.was_heard = true, .was_silent = true}), Verdict::kLost);
 }
 
@@ -122,7 +121,7 @@ TEST_F(MemberWatchTest, WhoWasReachedMeanwhileHasAllOfItAgain) {
 
 TEST_F(MemberWatchTest, ANewIncarnationHasAllOfIt) {
   const auto unanswered = [&](Incarnation incarnation) {
-    return Broke({.incarnation = incarnation, .is_there = true, .asked_for = now_});
+    return Broke({.incarnation = incarnation, .asked_for = now_});
   };
   EXPECT_EQ(unanswered(1), Verdict::kTryAgain);
   now_ += kPatience;
@@ -135,7 +134,7 @@ TEST_F(MemberWatchTest, ANewIncarnationHasAllOfIt) {
 
 // As one that is among the next.
 TEST_F(MemberWatchTest, SoHasOneThatIsWatchedTooAndWasReachedMeanwhile) {
-  const auto unanswered = [&] { return Broke({.peer = 3, .is_there = true, .asked_for = now_}); };
+  const auto unanswered = [&] { return Broke({.peer = 3, .asked_for = now_}); };
   watch_.WatchToo(3);
   EXPECT_EQ(unanswered(), Verdict::kTryAgain);
   Tick(/*is_first=*/false, /*can=*/false);

@@ -25,11 +25,10 @@ class Receiver {
   virtual void OnPacket(Packet packet) = 0;
 
   // Says that the connection is over; called exactly once, and last. `why` is never OK: kCancelled
-  // after our own Close, kUnavailable when the other end went away, or nobody listens there,
-  // kResourceExhausted when this process lacks file descriptors, ports or memory, which says
-  // nothing of the other end, and kAborted when a process may be there that has not said that it
-  // admitted this one: it may be short of those, have another key, or have ended right then; or the
-  // network does not lead there.
+  // after our own Close; kNotFound when nobody listens there; kResourceExhausted when this process
+  // lacks file descriptors, ports or memory, which says nothing of the other end; and kUnavailable
+  // when the other end went away, or has not admitted this one (it may be short of those, or have
+  // another key), or the network does not lead there: somebody may be there all the same.
   virtual void OnClosed(absl::Status why) = 0;
 };
 
@@ -66,7 +65,7 @@ class Transport {
   virtual absl::StatusOr<std::string> Listen(Accept accept) = 0;
 
   // Opens a connection. Returns at once: packets may be sent already, and an address where nothing
-  // listens shows up as OnClosed(kUnavailable). kInvalidArgument for an address that is not of this
+  // listens shows up as OnClosed(kNotFound). kInvalidArgument for an address that is not of this
   // transport.
   virtual absl::StatusOr<std::shared_ptr<Connection>> Connect(
       const std::string& address, std::shared_ptr<Receiver> receiver) = 0;

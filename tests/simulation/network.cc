@@ -380,14 +380,14 @@ absl::StatusOr<std::shared_ptr<Connection>> SimulatedNode::Connect(
   }
   if (const auto after = network_->ConnectFails(address_)) {
     if (*after == std::chrono::nanoseconds::max()) return near;
-    near->Finish(absl::AbortedError(absl::StrCat("the handshake with ", address, " failed")),
+    near->Finish(absl::UnavailableError(absl::StrCat("the handshake with ", address, " failed")),
                  Clock::now() + *after, /*by_caller=*/false);
     return near;
   }
   const Clock::time_point when = near->NextArrival();
   const std::shared_ptr<SimulatedNode> there = network_->Find(address);
   const auto refuse = [near](const std::string& why) {
-    near->Finish(absl::UnavailableError(why),
+    near->Finish(absl::NotFoundError(why),
                  near->node().network().Arrival(near->peer_address(), near->node().address()),
                  /*by_caller=*/false);
   };

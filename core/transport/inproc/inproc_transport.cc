@@ -301,7 +301,7 @@ absl::StatusOr<std::shared_ptr<Connection>> InprocNode::Connect(
     return absl::FailedPreconditionError(absl::StrCat(address_, " is going away"));
   }
   if (far == nullptr || !there->TakeIn(far)) {
-    near->Finish(absl::UnavailableError(absl::StrCat("nobody listens at ", address)),
+    near->Finish(absl::NotFoundError(absl::StrCat("nobody listens at ", address)),
                  /*by_caller=*/false);
   }
   std::move(let_go).Cancel();

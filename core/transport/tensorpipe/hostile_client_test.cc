@@ -234,7 +234,7 @@ class HostileClientTest : public testing::Test {
     const auto connection = client->Connect(address, receiver);
     EXPECT_TRUE(connection.ok()) << connection.status();
     const absl::Status why = receiver->AwaitClosed();
-    EXPECT_TRUE(absl::IsUnavailable(why) || absl::IsAborted(why)) << why;
+    EXPECT_TRUE(absl::IsUnavailable(why)) << why;
     return why;
   }
 

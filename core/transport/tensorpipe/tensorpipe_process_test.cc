@@ -163,7 +163,7 @@ TEST_P(TwoProcessesTest, PeerIsKilled) {
   auto again = std::make_shared<RecordingReceiver>();
   auto connection = transport_->Connect(address_, again);
   ASSERT_TRUE(connection.ok()) << connection.status();
-  EXPECT_EQ(again->AwaitClosed().code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(again->AwaitClosed().code(), absl::StatusCode::kNotFound);
 }
 
 // Killed while nothing is in flight.

@@ -399,7 +399,6 @@ class PipeConnection final : public Connection,
       gpus_there_ = gpus;
       shared_->clock->Cancel(timer_);
     } else if (!closed_) {
-      heard_ = true;
       receiver_->OnPacket(std::move(packet));
     }
     ReadNext();
@@ -440,16 +439,17 @@ class PipeConnection final : public Connection,
       });
     }
     auto code = absl::StatusCode::kUnavailable;
-    if (const auto ours = error.castToType<TextError>(); ours != nullptr) {
-      if (ours->cause() == TextError::Cause::kExhausted)
-        code = absl::StatusCode::kResourceExhausted;
-      // A pipe has several sockets, of which one may never have brought anything.
-      if (!heard_ && (ours->cause() == TextError::Cause::kNotTakenIn ||
-                      ours->cause() == TextError::Cause::kNotReached ||
-                      ours->cause() == TextError::Cause::kRefused ||
-                      ours->cause() == TextError::Cause::kRefuses)) {
-        code = absl::StatusCode::kAborted;
+    if (const auto ours = error.castToType<TextError>(); ours == nullptr) {
+      // TensorPipe's own transports give the system's text alone.
+      const std::string text = AwaitMemory([&] { return error.what(); });
+      if (absl::StrContains(text, "ECONNREFUSED") ||
+          absl::StrContains(text, "Connection refused")) {
+        code = absl::StatusCode::kNotFound;
       }
+    } else if (ours->cause() == TextError::Cause::kExhausted) {
+      code = absl::StatusCode::kResourceExhausted;
+    } else if (ours->cause() == TextError::Cause::kNobodyListens) {
+      code = absl::StatusCode::kNotFound;
     }
     return MakeStatus(code, [&] { return absl::StrCat("lost ", peer_, ": ", Message(error)); });
   }
@@ -459,7 +459,6 @@ class PipeConnection final : public Connection,
   std::shared_ptr<tensorpipe::Pipe> pipe_;
   const std::string peer_;
   std::atomic<bool> closed_{false};  // by Close()
-  std::atomic<bool> heard_{false};   // some packet has come
   std::atomic<bool> late_{false};    // closed because nothing came
   std::atomic<int> gpus_there_{0};
 

@@ -16,12 +16,10 @@ class TextError final : public tensorpipe::BaseError {
  public:
   enum class Cause {
     kOther,
-    kExhausted,   // this process lacks the means for it: file descriptors, or memory
-    kNotTakenIn,  // a process is there, and the handshake was not finished
-    kRefused,     // likewise: the other end has refused this one's certificate
-    kRefuses,     // likewise: this end has refused the certificate that it was shown
+    kExhausted,  // this process lacks the means for it: file descriptors, or memory
+    kRefused,    // the other end has refused this one's certificate
+    kRefuses,    // this end has refused the certificate that it was shown
     kNobodyListens,
-    kNotReached,  // the way there ends, or is long: whether a process is there is not known
   };
 
   TextError(std::string what, Cause cause) : what_(std::move(what)), cause_(cause) {}

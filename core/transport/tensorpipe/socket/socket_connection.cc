@@ -482,7 +482,6 @@ bool SocketConnection::Receive(uint8_t* target, size_t size, size_t* received) {
     return false;
   }
   const size_t count = n;
-  has_received_ = true;
   // Less than was asked for: there is no more, and the next byte wakes the loop.
   if (count < size + parts[1].iov_len && !hung_up_) readable_ = false;
   *received = std::min(count, size);
@@ -510,7 +509,6 @@ bool SocketConnection::ReceiveTls(uint8_t* target, size_t size, size_t* received
     }
     (to_target ? *received : end_) += count;
     if (count > 0) {
-      has_received_ = true;
       moved_ += count + kRecordCost;
       if (moved_ < TurnBytes()) continue;
     }
@@ -709,13 +707,6 @@ void SocketConnection::FailErrno(absl::string_view what, int error) {
 
 void SocketConnection::Fail(absl::string_view why, TextError::Cause cause) {
   if (state_ == State::kClosed) return;
-  // Who has no memory for a connection closes it behind the handshake, too.
-  if (cause == TextError::Cause::kOther && state_ != State::kConnecting && !has_received_) {
-    cause = TextError::Cause::kNotTakenIn;
-  }
-  if (cause == TextError::Cause::kOther && state_ == State::kConnecting) {
-    cause = TextError::Cause::kNotReached;
-  }
   state_ = State::kClosed;
   try {
     error_ = MakeError(why, cause);

@@ -163,7 +163,6 @@ class SocketConnection final : public Loop::Handler,
   uint64_t id_ = 0;  // in the loop
   bool readable_ = false, writable_ = false;
   bool hung_up_ = false;         // the other end will send no more
-  bool has_received_ = false;    // something behind the handshake
   bool waits_to_write_ = false;  // the loop watches for EPOLLOUT
 
   // While connecting.

@@ -174,8 +174,8 @@ TEST(SocketConnectionTest, WithoutMemoryItSaysSo) {
 // Nor do most errors: one alone says that nobody listens there.
 TEST(SocketConnectionTest, WhatConnectingFailsWithSaysWhetherSomebodyMayBeThere) {
   const std::pair<int, Cause> causes[] = {
-      {ECONNREFUSED, Cause::kNobodyListens}, {ENETUNREACH, Cause::kNotReached},
-      {EHOSTUNREACH, Cause::kNotReached},    {EACCES, Cause::kNotReached},
+      {ECONNREFUSED, Cause::kNobodyListens}, {ENETUNREACH, Cause::kOther},
+      {EHOSTUNREACH, Cause::kOther},         {EACCES, Cause::kOther},
       {EADDRNOTAVAIL, Cause::kExhausted},    {ENOBUFS, Cause::kExhausted}};
   bool failed;
   for (const auto& [error, cause] : causes) {
