@@ -17,6 +17,7 @@
 #include "core/autograd/executor/cheap_graph.h"
 #include "core/base/await_memory.h"
 #include "core/base/check.h"
+#include "core/base/make_or.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -361,10 +362,7 @@ void PassRun::OnNoticeOnStrand(WorkerRank from, Notice& notice) {
 
 absl::Status PassRun::FailOnStrand(std::exception_ptr thrown) {
   absl::Status why = StatusFromException(std::move(thrown));
-  try {
-    why = LocalError(why);
-  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it does not say where, then
-  }
+  why = MakeOr(why, [&] { return LocalError(why); });  // or it does not say where
   FailWith(why);
   return why;
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/await_memory.h"
 #include "core/base/future.h"
+#include "core/base/make_or.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
 
@@ -49,6 +50,20 @@ TEST(NoMemoryTest, WhatCannotBeLeftOutIsDoneOnceThereIsMemory) {
   EXPECT_TRUE(FailAllocation(-1));
   EXPECT_EQ(calls, 4);
   EXPECT_EQ(text, std::string(100, 'x') + "y");
+}
+
+TEST(NoMemoryTest, AnErrorIsSaidWithLessOfItsText) {
+  const std::string text(100, 'x');
+  const auto make = [&] { return absl::UnavailableError(absl::StrCat(text, "y")); };
+  const auto say = [&] { return MakeOr(absl::Status(absl::StatusCode::kUnavailable, ""), make); };
+  EXPECT_EQ(say(), absl::UnavailableError(text + "y"));
+  for (int nth = 0; nth < 2; ++nth) {
+    // From there on there is none at all.
+    FailAllocation(nth, /*count=*/1000);
+    const absl::Status said = say();
+    EXPECT_TRUE(FailAllocation(-1)) << nth;
+    EXPECT_EQ(said, absl::UnavailableError("")) << nth;
+  }
 }
 
 // Too long to lie within a string, so that a copy of it asks for memory.

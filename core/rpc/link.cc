@@ -8,6 +8,7 @@
 
 #include "core/base/exception.h"
 #include "core/base/log.h"
+#include "core/base/make_or.h"
 
 namespace distgrad {
 namespace {
@@ -334,11 +335,8 @@ void Link::OnClosed(absl::Status why) {
     if (!why_.ok()) why = why_;
   }
   if (is_refused) {  // to all others it is not to be had
-    try {
-      why = absl::UnavailableError(why.message());
-    } catch (const std::bad_alloc&) {
-      why = absl::Status(absl::StatusCode::kUnavailable, "");  // which needs none
-    }
+    why = MakeOr(absl::Status(absl::StatusCode::kUnavailable, ""),
+                 [&] { return absl::UnavailableError(why.message()); });
   }
   served_.Close(why);
   window_->Close(why);

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -26,6 +27,7 @@
 #include "core/base/event_loop.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
+#include "core/base/make_or.h"
 #include "core/base/status.h"
 #include "core/base/thread_pool.h"
 #include "core/net/address.h"
@@ -413,14 +415,8 @@ class PipeConnection final : public Connection,
     shared_->Done();
   }
 
-  // What ends is said once: without a text where there is no memory for one.
-  template <typename Text>
-  static absl::Status MakeStatus(absl::StatusCode code, const Text& text) {
-    try {
-      return absl::Status(code, text());
-    } catch (const std::bad_alloc&) {
-      return absl::Status(code, "");  // which needs none
-    }
+  static absl::Status MakeStatus(absl::StatusCode code, absl::FunctionRef<std::string()> text) {
+    return MakeOr(absl::Status(code, ""), [&] { return absl::Status(code, text()); });
   }
   absl::Status Receiving(const absl::Status& why) const {
     return MakeStatus(why.code(),
