@@ -114,6 +114,13 @@ std::string FindPlace() {
   return absl::StrCat(absl::string_view(boot, sizeof(boot)), "-", net, "-", user, "-", geteuid());
 }
 
+// Whether this machine has an address from which a packet could go there: a socket for datagrams
+// sends nothing when it is connected, and its ports are others.
+bool HasAddressFor(const SocketAddress& there) {
+  const Fd fd(socket(there.storage.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  return !fd.valid() || connect(fd.get(), there.get(), there.size) == 0 || errno != EADDRNOTAVAIL;
+}
+
 }  // namespace
 
 std::string FormatEndpoint(const Endpoint& endpoint) {
@@ -199,7 +206,9 @@ absl::StatusOr<Fd> NewSocketFor(const Endpoint& endpoint, bool is_unix) {
 
 int StartConnecting(const Fd& fd, const Endpoint& endpoint, bool is_unix) {
   const SocketAddress address = is_unix ? UnixAddress(endpoint.name) : TcpAddress(endpoint.tcp);
-  return connect(fd.get(), address.get(), address.size) == 0 ? 0 : errno;
+  if (connect(fd.get(), address.get(), address.size) == 0) return 0;
+  const int error = errno;
+  return error == EADDRNOTAVAIL && !HasAddressFor(address) ? ENETUNREACH : error;
 }
 
 void SetNoDelay(const Fd& fd) {

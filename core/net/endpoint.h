@@ -64,7 +64,8 @@ absl::StatusOr<Fd> ListenUnix(const std::string& name);
 
 // Both return kUnavailable where nothing can be reached.
 absl::StatusOr<Fd> NewSocketFor(const Endpoint& endpoint, bool is_unix);
-// 0 when connected, EINPROGRESS, or why it failed; EAGAIN: the listener's queue is full, try later.
+// 0 when connected, EINPROGRESS, or why it failed; EAGAIN: the listener's queue is full, try later;
+// EADDRNOTAVAIL: all ports are in use that a connection there can come from.
 int StartConnecting(const Fd& fd, const Endpoint& endpoint, bool is_unix);
 
 // Small messages leave at once.

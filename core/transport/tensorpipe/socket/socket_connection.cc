@@ -699,7 +699,7 @@ bool SocketConnection::Encrypt() {
 
 void SocketConnection::FailErrno(absl::string_view what, int error) {
   const absl::Status status = ErrnoStatus(error, what);
-  // Where all ports are in use that a connection can come from connect() finds no address.
+  // EADDRNOTAVAIL is for want of ports (endpoint.h).
   Fail(status.message(), error == ECONNREFUSED    ? TextError::Cause::kNobodyListens
                          : error == EADDRNOTAVAIL ? TextError::Cause::kExhausted
                                                   : CauseOf(status));

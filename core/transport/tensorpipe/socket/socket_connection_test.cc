@@ -36,7 +36,8 @@
 
 namespace {
 
-thread_local int connect_error = 0, watch_error = 0;  // of this thread; 0: none
+// Of this thread; 0: none. The second one is of sockets for datagrams.
+thread_local int connect_error = 0, datagram_error = 0, watch_error = 0;
 
 template <typename F>
 F* Real(const char* name) {
@@ -48,8 +49,12 @@ F* Real(const char* name) {
 // These stand before those of libc, and fail where they are to.
 extern "C" int connect(int fd, const sockaddr* address, socklen_t size) {
   static auto* const real = Real<decltype(connect)>("connect");
-  if (connect_error == 0) return real(fd, address, size);
-  errno = connect_error;
+  int type = 0;
+  socklen_t type_size = sizeof(type);
+  getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_size);
+  const int error = type == SOCK_DGRAM ? datagram_error : connect_error;
+  if (error == 0) return real(fd, address, size);
+  errno = error;
   return -1;
 }
 extern "C" int epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
@@ -184,6 +189,15 @@ TEST(SocketConnectionTest, WhatConnectingFailsWithSaysWhetherSomebodyMayBeThere)
     EXPECT_EQ(WhyItEnds(/*nth=*/-1, &failed), cause);
     connect_error = 0;
   }
+}
+
+// connect() fails alike where all ports are in use, and for all of IPv6 where that is switched off.
+// The latter lasts: a member that is never reached would never be taken for lost.
+TEST(SocketConnectionTest, WhoHasNoAddressOfThatKindHasNotRunOutOfPorts) {
+  bool failed;
+  connect_error = datagram_error = EADDRNOTAVAIL;
+  EXPECT_EQ(WhyItEnds(/*nth=*/-1, &failed), Cause::kOther);
+  connect_error = datagram_error = 0;
 }
 
 // As beyond the limit on what a user may watch (fs.epoll.max_user_watches).
