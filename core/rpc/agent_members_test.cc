@@ -122,6 +122,16 @@ class Silence : public FaultInjector {
     cuts_hellos_ = address;
   }
   int cut_hellos() const { return cut_hellos_; }
+  // Why a connection is given up takes its time.
+  void HoldRefusals() { holds_refusals_ = true; }
+  void AwaitRefusals(int n) {
+    absl::MutexLock lock(&mu_);
+    const auto there = [&] {
+      mu_.AssertReaderHeld();
+      return refusals_ >= n;
+    };
+    mu_.Await(absl::Condition(&there));
+  }
   int pings() const { return pings_; }
   int bulk_pings() const { return bulk_pings_; }
   void AwaitPongs(int n, int bulk = 0) {
@@ -140,6 +150,10 @@ class Silence : public FaultInjector {
     if (kind == FrameKind::kPong) ++pongs_;
     if (kind == FrameKind::kBulkPing) ++bulk_pings_;
     if (kind == FrameKind::kBulkPong) ++bulk_pongs_;
+    if (kind == FrameKind::kRefused) {
+      ++refusals_;
+      if (holds_refusals_) return Action::kHold;
+    }
     const bool is_on_bulk = kind == FrameKind::kBulkPing || packet.size() > Link::kBulkBytes;
     if ((loses_large_ || from == loses_large_from_) && is_on_bulk) return Action::kDrop;
     if (from == silent_ || to == silent_) {
@@ -160,8 +174,10 @@ class Silence : public FaultInjector {
   std::string cuts_hellos_ ABSL_GUARDED_BY(mu_);
   std::string loses_large_from_ ABSL_GUARDED_BY(mu_) = "nobody";
   std::atomic<bool> holds_large_{false}, loses_large_{false}, cut_next_{false};
+  std::atomic<bool> holds_refusals_{false};
   std::atomic<int> pings_{0}, bulk_pings_{0}, cut_hellos_{0};
   int pongs_ ABSL_GUARDED_BY(mu_) = 0, bulk_pongs_ ABSL_GUARDED_BY(mu_) = 0;
+  int refusals_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
 AgentOptions Options(Directory* directory) {
@@ -747,8 +763,7 @@ TEST_F(PlayedPeerTest, AnotherIncarnationTakesNoLargePackets) {
   ASSERT_TRUE(bulk.ok());
   const Incarnation first = std::exchange(y_.incarnation, Incarnation{2} << 32);
   const Played other = Connect({.link = bulk->link, .number = 2});
-  other.end->AwaitClosed();
-  EXPECT_EQ(other.end->Count(FrameKind::kRefused), 1);
+  other.end->Await(FrameKind::kRefused, 1);
   EXPECT_EQ(other.end->Count(FrameKind::kRequest), 0);
   y_.incarnation = first;
   Connect({.link = bulk->link, .number = 3}).end->Await(FrameKind::kRequest, 1);
@@ -1276,6 +1291,22 @@ TEST_F(AgentMembersTest, ANoticeThatCannotBeReadEndsItsConnectionOnBothSides) {
       [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
   b().agent->Notify(0, Agent::NewNotice());
   EXPECT_TRUE(Contains(a().service.AwaitLost(1), "no memory for it"));
+  EXPECT_TRUE(Contains(b().service.AwaitLost(0), "no memory for it"));
+}
+
+// There may be several connections with it, whose ends it hears of in any order.
+TEST_F(AgentMembersTest, WhyAConnectionIsGivenUpIsNotOvertakenByTheEndOfAnother) {
+  const std::string large(2 * Link::kBulkBytes, 'x');
+  EXPECT_EQ(*b().Call(0, "echo", large).Wait(), large);
+  silence_->HoldRefusals();
+  a().service.OnNextNotice(
+      [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
+  b().agent->Notify(0, Agent::NewNotice());
+  a().service.AwaitLost(1).IgnoreError();
+  silence_->AwaitRefusals(1);
+  // Served behind the end of any other that has ended meanwhile.
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(c().Call(1, "echo").Wait().ok());
+  network_->ReleaseHeld();
   EXPECT_TRUE(Contains(b().service.AwaitLost(0), "no memory for it"));
 }
 

@@ -124,10 +124,15 @@ TEST_F(AgentTest, BothMayCallFirstAtTheSameTime) {
 
 // A connection that sends no hello first, or is not a member's, is refused; others go on.
 TEST_F(AgentTest, ConnectionsOfNonMembersAreRefused) {
+  // Hears of either, and leaves it to the agent to close the connection.
   struct UnknownPeer : Receiver {
-    Promise<absl::Status> closed;
-    void OnPacket(Packet) override {}
-    void OnClosed(absl::Status why) override { closed.Set(why); }
+    Promise<Unit> refused;
+    void OnPacket(Packet packet) override {
+      WireReader reader(packet.bytes);
+      EXPECT_EQ(ReadFrame(reader)->kind, FrameKind::kRefused);
+      refused.Set(Unit());
+    }
+    void OnClosed(absl::Status) override { refused.Set(Unit()); }
   };
   std::string hello_of_nobody, hello_of_an_earlier_incarnation;
   AppendHello({.from = 7, .from_incarnation = 1, .to = 1, .to_incarnation = b().info.incarnation},
@@ -142,11 +147,11 @@ TEST_F(AgentTest, ConnectionsOfNonMembersAreRefused) {
         Agent::NewRequest("echo").packet.bytes, hello_of_nobody, hello_of_an_earlier_incarnation}) {
     auto transport = NewInprocTransport(network_);
     auto unknown_peer = std::make_shared<UnknownPeer>();
-    auto closed = unknown_peer->closed.future();
+    auto refused = unknown_peer->refused.future();
     auto connection = transport->Connect(b().info.address, unknown_peer);
     ASSERT_TRUE(connection.ok());
     (*connection)->Send(Packet{bytes, {}}, nullptr);
-    EXPECT_TRUE(closed.Wait().ok());
+    EXPECT_TRUE(refused.Wait().ok());
   }
   EXPECT_EQ(*a().Call(1, "echo", "still here").Wait(), "still here");
 }

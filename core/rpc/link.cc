@@ -21,7 +21,7 @@ const absl::Status* const kTooMuch =
 
 Link::Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t number)
     : owner_(std::move(owner)),
-      limits_(&shared->limits),
+      shared_(shared),
       kind_(kind),
       number_(number),
       window_(std::make_shared<SendWindow>(kind == Kind::kLoopback
@@ -93,12 +93,26 @@ void Link::Queue(Waiting waiting, bool is_large) {
 }
 
 void Link::SendLast(Packet packet, absl::Status why) {
+  served_.Close(why);
+  window_->Close(why);
+  {
+    absl::MutexLock lock(&mu_);
+    if (!why_.ok() || state_ == State::kClosed) return;
+    // Under the lock, as the clock is there until Close() has had it.
+    shared_->clock->At(shared_->clock->Now() + shared_->limits.handshake_timeout,
+                       [weak = weak_from_this(), why] {
+                         if (const auto self = weak.lock()) self->Close(why);
+                       });
+    why_ = why;
+  }
   out_.Run([this, self = shared_from_this(), packet = std::move(packet), why]() mutable {
     FlushOnStrand();
     const auto connection = this->connection();
     // The thread that opens it may not have come so far: it finds that it is closed.
     if (connection == nullptr) return Close(why);
-    connection->Send(std::move(packet), [self, why](const absl::Status&) { self->Close(why); });
+    connection->Send(std::move(packet), [self, why](const absl::Status& sent) {
+      if (!sent.ok()) self->Close(why);
+    });
   });
 }
 
@@ -220,8 +234,8 @@ void Link::OnPacket(Packet packet) {
     target = Target();
     if (target != nullptr && inbox_ != Inbox::kPassing) {
       const uint64_t size = packet.size();
-      is_full = !held_.empty() && (held_.size() >= limits_->calls_per_peer ||
-                                   held_bytes_ + size > limits_->bytes_per_peer);
+      is_full = !held_.empty() && (held_.size() >= shared_->limits.calls_per_peer ||
+                                   held_bytes_ + size > shared_->limits.bytes_per_peer);
       if (!is_full) {
         try {
           held_.push_back(std::move(packet));

@@ -113,7 +113,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   void SetCarried() { carried_.store(true, std::memory_order_relaxed); }
   bool carried() const { return carried_.load(std::memory_order_relaxed); }
 
-  const Limits& limits() const { return *limits_; }
+  const Limits& limits() const { return shared_->limits; }
   // The window of bytes that wait to be sent; and the peer's calls that came over this link.
   const std::shared_ptr<SendWindow>& window() const { return window_; }
   ServedCalls& served() { return served_; }
@@ -133,7 +133,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Sends a packet the way that one of `bytes` has gone, behind it.
   void SendBehind(uint64_t bytes, Packet packet);
 
-  // Sends a packet, and closes the connection when it has gone.
+  // Begins to close the link: sends a packet that has the peer close it. One that does not has as
+  // long for that as for a handshake.
   void SendLast(Packet packet, absl::Status why);
 
   // Has the first Send() run `open` before it. Called once, before others know the link, and under
@@ -193,7 +194,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // Constant after construction.
   const std::shared_ptr<Owner> owner_;
-  const Limits* const limits_;
+  Shared* const shared_;
   const Kind kind_;
   const uint64_t number_;
 

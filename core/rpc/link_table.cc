@@ -574,7 +574,7 @@ void LinkTable::GiveUp(const std::shared_ptr<Link>& link, WorkerRank peer,
     DropAll(peer, link->incarnation(), &dropped);
     return true;
   });
-  if (is_news) EndDropped(peer, dropped, why, link.get());
+  if (is_news) EndDropped(peer, dropped, why, /*tells_peer=*/true);
 }
 
 // --------------------------------------------------------------------------------------- Ending
@@ -684,13 +684,19 @@ void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
 }
 
 void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why,
-                           const Link* refused) {
+                           bool tells_peer) {
   if (links.empty()) return;
   const auto user = user_.lock();
   const uint64_t begun = user != nullptr ? user->BegunSoFar() : 0;
   for (const auto& link : links) calls_->EndCallsOver(*link, why);
   if (user != nullptr) AwaitMemory([&] { user->OnPeerLost(peer, begun, why); });
-  for (const auto& link : links) link.get() == refused ? SendRefused(*link, why) : link->Close(why);
+  for (const auto& link : links) {
+    if (!tells_peer) {
+      link->Close(why);
+    } else if (!link->is_bulk()) {  // which ends with its main one
+      SendRefused(*link, why);
+    }
+  }
 }
 
 void LinkTable::SayLeaving() {

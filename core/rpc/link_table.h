@@ -194,15 +194,16 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
   void Admit(const std::shared_ptr<Link>& link, const Hello& hello);
   absl::Status AdmitBulk(const std::shared_ptr<Link>& link, const Hello& hello);
   void Refuse(const std::shared_ptr<Link>& link, const absl::Status& why);
-  // Tells its peer why nothing more is taken from it, and closes it.
+  // Tells its peer why nothing more is taken from it, and has it close it.
   void SendRefused(Link& link, const absl::Status& why);
 
   // Ending, and heartbeats.
   absl::Status UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
   void DropOldIncarnation(WorkerRank peer, Incarnation next, const std::shared_ptr<Link>& keep);
-  // Tells the loss, then ends the links; the peer is told on `refused`, if that is one of them.
+  // Tells the loss, then ends the links. `tells_peer`: on each of them, as any one's end may be the
+  // first that it hears of.
   void EndDropped(WorkerRank peer, const Links& links, const absl::Status& why,
-                  const Link* refused = nullptr);
+                  bool tells_peer = false);
   void StartHeartbeat();
   void ArmHeartbeat();
   void Beat();

@@ -267,12 +267,29 @@ TEST_F(LinkTest, WhatIsClosedHereWasNotRefused) {
   EXPECT_THAT(owner_->closed, ElementsAre(absl::NotFoundError("never heard of it")));
 }
 
-TEST_F(LinkTest, ItClosesBehindTheLastWords) {
+// Of several connections that end with it another one's end may be faster than the words.
+TEST_F(LinkTest, BehindTheLastWordsItWaitsForThePeerToClose) {
   const auto link = NewLink(Link::Kind::kOpened);
   const auto connection = Connect(link);
-  link->SendLast(Text("bye"), absl::CancelledError("this worker is shutting down"));
+  link->SendLast(Text("bye"), absl::InternalError("why"));
   EXPECT_THAT(connection->sent, ElementsAre("bye"));
-  EXPECT_TRUE(link->closed());
+  EXPECT_FALSE(connection->closed);
+  EXPECT_FALSE(link->served().Begin(1, 10).ok()) << "nothing more is served";
+  link->OnClosed(absl::UnavailableError("the peer has closed it"));
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
+}
+
+// One that does not read, or does not close it, would keep it for good.
+TEST_F(LinkTest, ForThatItHasAsLongAsForItsHandshake) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  const auto connection = Connect(link);
+  connection->holds = true;
+  link->SendLast(Text("bye"), absl::InternalError("why"));
+  clock_.Advance(shared_.limits.handshake_timeout - absl::Seconds(1));
+  EXPECT_FALSE(connection->closed);
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_TRUE(connection->closed);
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
 }
 
 // Its peer may have answered the hello already. It hears of the end, in place of the words.
