@@ -319,8 +319,10 @@ void LinkTable::OnBulk(const std::shared_ptr<Link>& link, WorkerRank peer, uint6
   std::shared_ptr<Link> bulk;
   {
     absl::MutexLock lock(&mu_);
-    // Both ends may have asked for it.
-    if (state_ == State::kClosed || link->kind() == Link::Kind::kAccepted || !link->ClaimBulk()) {
+    // Both ends may have asked for it. One that is given up has no use for it, and the peer that is
+    // there now may be another incarnation, of which the number is not.
+    if (state_ == State::kClosed || link->kind() == Link::Kind::kAccepted || link->dropped() ||
+        !link->ClaimBulk()) {
       return;
     }
     bulk = Make(Link::Kind::kOpened);
@@ -648,39 +650,38 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
   for (const auto& other : others) other->Close(why);
 }
 
+// Ends what there is with an old incarnation of a peer, here and now: whatever the new one sends
+// must find nothing of it. Under one lock with what is known of the peer, so that nobody who knows
+// the new one finds a link with the old one, which may live, and answer.
 absl::Status LinkTable::UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep) {
-  DG_ASSIGN_OR_RETURN(const bool is_new, peers_->UpdatePeer(worker));
-  // That it has come back is found once.
-  if (is_new) AwaitMemory([&] { DropOldIncarnation(worker.rank, worker.incarnation, keep); });
+  Links old;
+  {
+    absl::MutexLock lock(&mu_);
+    old.reserve(links_.size());  // first: nothing has changed where there is no memory for it
+    DG_ASSIGN_OR_RETURN(const bool is_new, peers_->UpdatePeer(worker));
+    if (is_new) DropOldIncarnation(worker.rank, keep, &old);
+  }
+  if (!old.empty()) {
+    const absl::Status why = AwaitMemory([&] {
+      return absl::UnavailableError(absl::StrCat("worker ", peers_->Describe(worker.rank),
+                                                 " has come back as a new incarnation"));
+    });
+    // Where there was no connection, what went over an earlier one has been lost with that; and a
+    // context may have begun since, for which this peer is the new incarnation.
+    EndDropped(worker.rank, old, why);
+  }
   if (const auto user = user_.lock()) user->OnMemberEvents();
   return absl::OkStatus();
 }
 
-// Ends what there is with the old incarnation of a peer, here and now: whatever the new one sends
-// must find nothing of it.
-void LinkTable::DropOldIncarnation(WorkerRank peer, Incarnation next,
-                                   const std::shared_ptr<Link>& keep) {
-  const absl::Status why = absl::UnavailableError(
-      absl::StrCat("worker ", peers_->Describe(peer), " has come back as a new incarnation"));
-  Links old;
-  {
-    absl::MutexLock lock(&mu_);
-    for (auto& [number, entry] : links_) {
-      // Another thread may have taken in one of the new incarnation already.
-      if (entry.link->peer() != peer || entry.link->incarnation() == next || entry.link == keep) {
-        continue;
-      }
-      Drop(entry);
-      old.push_back(entry.link);
-    }
-    const auto found = by_peer_.find(peer);
-    if (found != by_peer_.end() && found->second->incarnation() != next && found->second != keep) {
-      by_peer_.erase(found);
-    }
+void LinkTable::DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep, Links* old) {
+  for (auto& [number, entry] : links_) {
+    if (entry.link->peer() != peer || entry.link == keep) continue;
+    Drop(entry);
+    old->push_back(entry.link);
   }
-  // Where there was no connection, what went over an earlier one has been lost with that; and a
-  // context may have begun since, for which this peer is the new incarnation.
-  EndDropped(peer, old, why);
+  const auto found = by_peer_.find(peer);
+  if (found != by_peer_.end() && found->second != keep) by_peer_.erase(found);
 }
 
 void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Status& why,

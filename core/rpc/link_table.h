@@ -199,7 +199,9 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
 
   // Ending, and heartbeats.
   absl::Status UpdatePeer(const WorkerInfo& worker, const std::shared_ptr<Link>& keep);
-  void DropOldIncarnation(WorkerRank peer, Incarnation next, const std::shared_ptr<Link>& keep);
+  // Drops all links with a peer but `keep`, and adds them to `old`, which has room for them.
+  void DropOldIncarnation(WorkerRank peer, const std::shared_ptr<Link>& keep, Links* old)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Tells the loss, then ends the links. `tells_peer`: on each of them, as any one's end may be the
   // first that it hears of.
   void EndDropped(WorkerRank peer, const Links& links, const absl::Status& why,

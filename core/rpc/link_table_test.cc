@@ -1,11 +1,14 @@
-// Links that are opened over connections on which there is no memory to say hello.
+// Links over connections on which there is no memory to say hello, and those of a peer that comes
+// back.
 #include "core/rpc/link_table.h"
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <memory>
 #include <new>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -19,11 +22,15 @@
 namespace distgrad {
 namespace {
 
-// Finds no memory for what is sent. For one thread.
-class FullConnection : public Connection {
+// Takes what is sent, or finds no memory for it. For one thread.
+class FakeConnection : public Connection {
  public:
-  explicit FullConnection(std::shared_ptr<Receiver> receiver) : receiver_(std::move(receiver)) {}
-  void Send(Packet, SendDone) override { throw std::bad_alloc(); }
+  FakeConnection(std::shared_ptr<Receiver> receiver, bool is_full)
+      : receiver_(std::move(receiver)), is_full_(is_full) {}
+  void Send(Packet, SendDone done) override {
+    if (is_full_) throw std::bad_alloc();
+    if (done) done(absl::OkStatus());
+  }
   void Close() override {
     closed = true;
     if (const auto receiver = std::move(receiver_)) {
@@ -35,20 +42,22 @@ class FullConnection : public Connection {
 
  private:
   std::shared_ptr<Receiver> receiver_;
+  const bool is_full_;
 };
 
 // Makes such connections. For one thread.
-class FullTransport : public Transport {
+class FakeTransport : public Transport {
  public:
-  absl::StatusOr<std::string> Listen(Accept) override { return "full://"; }
+  absl::StatusOr<std::string> Listen(Accept) override { return "fake://"; }
   absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string&,
                                                       std::shared_ptr<Receiver> receiver) override {
-    connections.push_back(std::make_shared<FullConnection>(std::move(receiver)));
+    connections.push_back(std::make_shared<FakeConnection>(std::move(receiver), is_full));
     return connections.back();
   }
-  std::string Name() const override { return "full"; }
+  std::string Name() const override { return "fake"; }
 
-  std::vector<std::shared_ptr<FullConnection>> connections;
+  bool is_full = false;
+  std::vector<std::shared_ptr<FakeConnection>> connections;
 };
 
 // Keeps why links have ended. For one thread.
@@ -66,36 +75,80 @@ class RecordingUser : public LinkTable::User {
   std::vector<absl::Status> lost, ended;
 };
 
+// Worker 0 of two.
+class LinkTableTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(peers_->Start(Worker(0, 1), {Worker(0, 1), Worker(1, 1)}).ok());
+    ASSERT_TRUE(links_->Listen(user_).ok());
+    links_->Start();
+  }
+  void TearDown() override { links_->Close(absl::CancelledError("end")); }
+  static WorkerInfo Worker(WorkerRank rank, Incarnation incarnation) {
+    WorkerInfo worker;
+    worker.rank = rank;
+    worker.name = std::string(1, static_cast<char>('a' + rank));
+    worker.incarnation = incarnation;
+    return worker;
+  }
+
+  FakeClock clock_;
+  FakeTransport transport_;
+  const std::shared_ptr<Peers> peers_ = std::make_shared<Peers>(10);
+  const std::shared_ptr<CallTable> calls_ =
+      std::make_shared<CallTable>(&clock_, Limits{}, std::make_shared<TraceRecorder>(), peers_);
+  const std::shared_ptr<LinkTable> links_ =
+      std::make_shared<LinkTable>(&clock_, &transport_, /*directory=*/nullptr,
+                                  absl::InfiniteDuration(), Limits{}, peers_, calls_);
+  const std::shared_ptr<RecordingUser> user_ = std::make_shared<RecordingUser>();
+};
+
 // It would stay open, with the link as its receiver, until the peer gives it up. That the memory is
 // this worker's lack is what its watch has to hear, or it would take the peer for lost.
-TEST(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
-  FakeClock clock;
-  FullTransport transport;
-  const auto peers = std::make_shared<Peers>(10);
-  std::vector<WorkerInfo> workers(2);
-  for (WorkerRank rank = 0; rank < 2; ++rank) {
-    workers[rank].rank = rank;
-    workers[rank].name = std::string(1, static_cast<char>('a' + rank));
-    workers[rank].incarnation = 1;
-  }
-  ASSERT_TRUE(peers->Start(workers[0], workers).ok());
-  const auto calls =
-      std::make_shared<CallTable>(&clock, Limits{}, std::make_shared<TraceRecorder>(), peers);
-  const auto links = std::make_shared<LinkTable>(&clock, &transport, /*directory=*/nullptr,
-                                                 absl::InfiniteDuration(), Limits{}, peers, calls);
-  const auto user = std::make_shared<RecordingUser>();
-  ASSERT_TRUE(links->Listen(user).ok());
-  links->Start();
-  const std::weak_ptr<Link> link = *links->To(1);
+TEST_F(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
+  transport_.is_full = true;
+  const std::weak_ptr<Link> link = *links_->To(1);
   link.lock()->Send(Packet{"x", {}});
-  ASSERT_EQ(transport.connections.size(), 1u);
-  EXPECT_TRUE(transport.connections[0]->closed);
+  ASSERT_EQ(transport_.connections.size(), 1u);
+  EXPECT_TRUE(transport_.connections[0]->closed);
   EXPECT_TRUE(link.expired());
-  for (const auto& told : {user->lost, user->ended}) {
+  for (const auto& told : {user_->lost, user_->ended}) {
     ASSERT_EQ(told.size(), 1u);
     EXPECT_EQ(told[0].code(), absl::StatusCode::kResourceExhausted) << told[0];
   }
-  links->Close(absl::CancelledError("end"));
+}
+
+// The number in it is the old incarnation's: the new one may have given it to another link.
+TEST_F(LinkTableTest, AWishForABulkLinkIsNotCarriedToTheNextIncarnation) {
+  const std::shared_ptr<Link> link = *links_->To(1);
+  link->Send(Packet{"x", {}});
+  ASSERT_EQ(transport_.connections.size(), 1u);
+  ASSERT_TRUE(links_->UpdatePeer(Worker(1, 2)).ok());
+  links_->OnBulk(link, 1, 7);  // another thread has taken it in before
+  EXPECT_EQ(transport_.connections.size(), 1u);
+}
+
+// What is sent to the new incarnation would be answered by the old one, which may live.
+TEST_F(LinkTableTest, WhoKnowsTheNextIncarnationFindsNoLinkWithTheOldOne) {
+  constexpr Incarnation kLast = 500;
+  std::atomic<Incarnation> seen{1};
+  std::thread other([&] {
+    // Each has a link, which is opened when something is sent.
+    for (Incarnation next = 2; next <= kLast; ++next) {
+      (*links_->To(1))->SetPeer(1, next - 1);
+      while (seen < next - 1) std::this_thread::yield();
+      EXPECT_TRUE(links_->UpdatePeer(Worker(1, next)).ok());
+    }
+  });
+  int old = 0;
+  while (seen < kLast) {
+    const Incarnation known = peers_->Find(1)->incarnation;
+    const Incarnation found = (*links_->To(1))->incarnation();
+    if (found != 0 && found < known) ++old;
+    seen = known;
+  }
+  other.join();
+  EXPECT_EQ(old, 0);
 }
 
 }  // namespace
