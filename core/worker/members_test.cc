@@ -1388,7 +1388,7 @@ TEST(MembersStoreTest, MembersAreFollowedOnceThereIsAThreadForIt) {
   EXPECT_EQ(told.Await(1)[0], "joined late");
 }
 
-// Loses all packets while it is silent, and holds up hellos; cuts each connection that worker 0
+// Loses all packets while it is silent, and holds up hellos; refuses each connection that worker 0
 // opens to worker 1 while it breaks them, and those that either opens to the other while they are
 // apart. Thread-safe.
 class WatcherFaults : public FaultInjector {
@@ -1397,8 +1397,8 @@ class WatcherFaults : public FaultInjector {
     WireReader reader(packet.bytes);
     if (ReadFrame(reader)->kind == FrameKind::kHello) {
       const Hello hello = *ReadHello(reader);
-      if ((breaks || apart) && hello.from == 0 && hello.to == 1) return Action::kCut;
-      if (apart && hello.from == 1 && hello.to == 0) return Action::kCut;
+      if ((breaks || apart) && hello.from == 0 && hello.to == 1) return Action::kNobodyListens;
+      if (apart && hello.from == 1 && hello.to == 0) return Action::kNobodyListens;
       return silent ? Action::kHold : Action::kDeliver;
     }
     return silent ? Action::kDrop : Action::kDeliver;

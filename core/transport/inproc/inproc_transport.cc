@@ -48,7 +48,7 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
     if (done) done(status);
   }
 
-  void Close() override { CloseBoth("closed", /*by_caller=*/true); }
+  void Close() override { CloseBoth("closed", /*by_caller=*/true, absl::StatusCode::kCancelled); }
 
   // Ends this end, once; the first reason stays. Where that throws nothing has changed.
   void Finish(const absl::Status& why, bool by_caller);
@@ -65,7 +65,8 @@ class InprocEnd final : public Connection, public std::enable_shared_from_this<I
  private:
   // Takes `done` where the packet is held.
   absl::Status TrySend(const Packet& packet, SendDone& done);
-  void CloseBoth(absl::string_view how, bool by_caller);
+  // `code`: of this end.
+  void CloseBoth(absl::string_view how, bool by_caller, absl::StatusCode code);
   // The last that is called for this end, on the node's thread.
   void End();
   // Makes `copy` arrive at this end.
@@ -156,7 +157,12 @@ absl::Status InprocEnd::TrySend(const Packet& packet, SendDone& done) {
   if (action == FaultInjector::Action::kRefuse) {
     return absl::ResourceExhaustedError("a packet was refused");
   }
-  if (action == FaultInjector::Action::kCut) CloseBoth("cut", /*by_caller=*/false);
+  if (action == FaultInjector::Action::kCut) {
+    CloseBoth("cut", /*by_caller=*/false, absl::StatusCode::kUnavailable);
+  }
+  if (action == FaultInjector::Action::kNobodyListens) {
+    CloseBoth("refused", /*by_caller=*/false, absl::StatusCode::kNotFound);
+  }
 
   Packet again;
   if (action == FaultInjector::Action::kDuplicate) again = CopyPacket(copy);
@@ -215,7 +221,7 @@ void InprocEnd::End() {
   node_->Forget(shared_from_this());
 }
 
-void InprocEnd::CloseBoth(absl::string_view how, bool by_caller) {
+void InprocEnd::CloseBoth(absl::string_view how, bool by_caller, absl::StatusCode code) {
   std::shared_ptr<InprocEnd> peer;
   {
     absl::MutexLock lock(&mu_);
@@ -223,9 +229,7 @@ void InprocEnd::CloseBoth(absl::string_view how, bool by_caller) {
   }
   AwaitMemory([&] {
     const std::string text = absl::StrCat("the connection to ", peer_address_, " was ", how);
-    Finish(by_caller ? absl::CancelledError(absl::StrCat(text, " here"))
-                     : absl::UnavailableError(text),
-           by_caller);
+    Finish(absl::Status(code, by_caller ? absl::StrCat(text, " here") : text), by_caller);
   });
   if (peer == nullptr) return;
   AwaitMemory([&] {

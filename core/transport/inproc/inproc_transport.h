@@ -34,7 +34,8 @@ class FaultInjector {
                  // and so does the sender, to hear that it went
     kDuplicate,  // arrives twice
     kCut,        // is lost with its connection: kUnavailable at both ends
-    kRefuse,     // is not taken, as one beyond a limit of the transport: kResourceExhausted
+    kNobodyListens,  // the same, with kNotFound at the end of the sender
+    kRefuse,         // is not taken, as one beyond a limit of the transport: kResourceExhausted
   };
 
   virtual ~FaultInjector() = default;
