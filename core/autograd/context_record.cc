@@ -420,6 +420,13 @@ ContextRecord::Found ContextRecord::FindOrAddPass(PassId pass, WorkerRank from, 
   if (!found.over.ok()) return found;
   found.over = CheckReachable(from);
   if (found.run != nullptr || !found.over.ok()) return found;
+  // Of its own passes a worker knows all but those of which nobody has anything more to say, and
+  // one that it did not begin would stand in the way of the one that it will.
+  if (MakerOf(pass) == holder_.rank) {
+    found.over = absl::FailedPreconditionError(
+        absl::StrCat("pass ", pass, " of context ", id_, " is over, or was never begun"));
+    return found;
+  }
   found.run = passes_.emplace(pass, make()).first->second;
   over = TakeSettled(settled);
   return found;

@@ -106,8 +106,8 @@ class ContextRecord {
   // Begins a pass on this worker, `self`. `make` is given Notice::settled.
   absl::StatusOr<std::shared_ptr<PassHandle>> BeginPass(
       WorkerRank self, absl::FunctionRef<std::shared_ptr<PassHandle>(PassId settled)> make);
-  // Finds a pass that another worker began. `make` makes it if it is new here, and `from`, whose
-  // message it is, has not been lost: no worker would say when it is over. If it is not new and
+  // Finds a pass. `make` makes it if it is new here, another worker's, and `from`, whose message it
+  // is, has not been lost: no worker would say when it is over. If it is not new and
   // `from` has been lost, Found::over says so: `from` may wait for gradients of messages that were
   // refused here for that reason.
   using MakeRun = absl::FunctionRef<std::shared_ptr<PassHandle>()>;

@@ -189,14 +189,7 @@ absl::Status Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
     notices = StatusFromException(std::current_exception());
   }
   absl::Status read = notices.status();
-  // 0 is no pass, and would be the end of none.
-  if (read.ok() && absl::c_any_of(*notices, [](const Notice& notice) {
-        const bool of_context =
-            notice.kind == Notice::Kind::kRelease || notice.kind == Notice::Kind::kKnown;
-        return of_context != (notice.pass == 0);
-      })) {
-    read = absl::InvalidArgumentError("a notice without its pass");
-  }
+  for (size_t i = 0; read.ok() && i < notices->size(); ++i) read = CheckIds((*notices)[i]);
   if (!read.ok()) {
     read = Annotate(
         read, absl::StrCat("reading gradients from worker ", services_.network.Describe(from)));
@@ -223,6 +216,26 @@ absl::Status Engine::OnNotice(WorkerRank from, Packet packet, size_t offset,
   services_.pool.ScheduleInline([this, from, batches = std::move(batches)]() mutable {
     Handle(from, std::move(batches), RunHere::kYes);
   });
+  return absl::OkStatus();
+}
+
+absl::Status Engine::CheckIds(const Notice& notice) const {
+  const bool of_context =
+      notice.kind == Notice::Kind::kRelease || notice.kind == Notice::Kind::kKnown;
+  // 0 is no pass, and would be the end of none.
+  if (of_context != (notice.pass == 0)) {
+    return absl::InvalidArgumentError("a notice without its pass");
+  }
+  // Gradients go to who made the edge.
+  if (notice.kind == Notice::Kind::kEdge && MakerOf(notice.edge) != services_.self) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "a gradient for edge ", notice.edge, ", which is worker ", MakerOf(notice.edge), "'s"));
+  }
+  // An initiator knows of its own passes alone that they are over everywhere.
+  if (notice.settled != 0 && MakerOf(notice.settled) != MakerOf(notice.pass)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("pass ", notice.pass, " settles that of another worker, ", notice.settled));
+  }
   return absl::OkStatus();
 }
 

@@ -137,6 +137,8 @@ class Engine {
 
   // The same as OnPeerLost(), of one context.
   void LosePeer(ContextRecord& context, WorkerRank peer, const absl::Status& why);
+  // Whether the edge and the passes that it names are of the workers of whom they must be.
+  absl::Status CheckIds(const Notice& notice) const;
   Batches Sort(WorkerRank from, std::vector<Notice> notices, absl::FunctionRef<bool()> is_cut_off);
   // Whether handling them, but for nodes that are not cheap, takes less time than having another
   // thread do it.

@@ -853,7 +853,7 @@ TEST_F(EngineTest, APassEndsWhoseWorkerHasLostAnotherThatDoesNotKnow) {
       network_.TakeSent();
       Notice notice = StartOf(id);
       notice.kind = kind;
-      if (kind == Notice::Kind::kEdge) notice.edge = MakeId(kPeer, 7);
+      if (kind == Notice::Kind::kEdge) notice.edge = MakeId(kSelf, 7);
       Deliver(kPeer, notice);
       AwaitPool();
       const std::map<WorkerRank, std::string> told = TakeAborts();
@@ -942,11 +942,25 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
   Packet of_no_pass, of_a_pass;
   ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kAck, .count = 1}, &of_no_pass).ok());
   ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kRelease, .pass = 1}, &of_a_pass).ok());
+  // These name a worker that what they say cannot be about.
+  const PassId of_other = MakeId(kOther, 1);
+  Packet others_edge, others_settled;
+  ASSERT_TRUE(AppendNotice({.kind = Notice::Kind::kEdge, .pass = 1, .edge = MakeId(kOther, 7)},
+                           &others_edge)
+                  .ok());
+  ASSERT_TRUE(
+      AppendNotice({.kind = Notice::Kind::kAck, .pass = 1, .settled = of_other}, &others_settled)
+          .ok());
   const std::tuple<Packet, std::string> all[] = {
       {unknown, "reading gradients from worker 2: a notice of unknown kind 99"},
       {cut, "reading gradients from worker 2: "},
       {of_no_pass, "reading gradients from worker 2: a notice without its pass"},
-      {of_a_pass, "reading gradients from worker 2: a notice without its pass"}};
+      {of_a_pass, "reading gradients from worker 2: a notice without its pass"},
+      {others_edge, absl::StrCat("reading gradients from worker 2: a gradient for edge ",
+                                 MakeId(kOther, 7), ", which is worker 3's")},
+      {others_settled, absl::StrCat("reading gradients from worker 2: pass 1 settles that of "
+                                    "another worker, ",
+                                    of_other)}};
   for (const auto& [packet, why] : all) {
     SCOPED_TRACE(why);
     const auto context = contexts_.New();
@@ -961,6 +975,27 @@ TEST_F(EngineTest, APassFailsWhosePeerSendsWhatIsNoNotice) {
     EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
     EXPECT_THAT(std::string(pass.Wait().status().message()), HasSubstr(why));
   }
+}
+
+// It would be in the place of the one that this worker begins next, which would never end.
+TEST_F(EngineTest, NobodyElseBeginsAPassOfThisWorker) {
+  const auto context = contexts_.New();
+  const Notice start{
+      .kind = Notice::Kind::kStart, .context = context->id(), .pass = MakeId(kSelf, 1)};
+  Deliver(kPeer, start);
+  AwaitPool();
+  EXPECT_THAT(TakeAborts(), Contains(Pair(kPeer, HasSubstr("or was never begun"))));
+  const Future<Unit> pass =
+      engine_.Backward(context, {Receive(context, kPeer, 1).sum()},
+                       {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_EQ(sent.size(), 1u);
+  ASSERT_EQ(sent[0].notices.front().pass, start.pass);
+  Deliver(kPeer,
+          {.kind = Notice::Kind::kAck, .context = context->id(), .pass = start.pass, .count = 1});
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
 }
 
 // Of two gradients for one edge its other end would take the first.

@@ -54,9 +54,11 @@ class AgentService {
  public:
   virtual ~AgentService() = default;
   // Returns whether the body of a request or of a reply says so much that nothing is lost of which
-  // its sender would not hear: as of a notice, an error ends the connection. First of all, for each
-  // that comes.
-  virtual absl::Status CheckBody(absl::string_view /*body*/) { return absl::OkStatus(); }
+  // its sender would not hear, and nothing in another worker's name: as of a notice, an error ends
+  // the connection. First of all, for each that comes.
+  virtual absl::Status CheckBody(WorkerRank /*from*/, absl::string_view /*body*/) {
+    return absl::OkStatus();
+  }
   // Gets each call, also one that is refused (IncomingCall::refusal): its body may be of interest.
   virtual void OnCall(IncomingCall call) = 0;
   // `is_cut_off`: the same as IncomingCall::is_cut_off(), until this returns. An error says that

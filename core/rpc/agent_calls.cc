@@ -174,7 +174,7 @@ absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   }
   if (frame.kind == FrameKind::kRequest || (frame.kind == FrameKind::kReply && frame.status.ok())) {
     const absl::Status checked =
-        service_->CheckBody(absl::string_view(packet.bytes).substr(offset));
+        service_->CheckBody(*peer, absl::string_view(packet.bytes).substr(offset));
     if (!checked.ok()) {
       const absl::string_view what = frame.kind == FrameKind::kRequest ? "call" : "reply";
       const absl::Status read = Annotate(

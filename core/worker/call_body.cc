@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "core/base/status.h"
@@ -56,10 +57,15 @@ void SetEdge(size_t body_offset, EdgeId edge, Packet* packet) {
   }
 }
 
-absl::Status CheckCallHeader(absl::string_view body) {
+absl::Status CheckCallHeader(WorkerRank from, absl::string_view body) {
   WireReader reader(body);
   CallHeader header;
-  return ReadUpToList(reader, header).status();
+  DG_RETURN_IF_ERROR(ReadUpToList(reader, header).status());
+  if (header.edge != 0 && MakerOf(header.edge) != from) {
+    return absl::InvalidArgumentError(absl::StrCat("edge ", header.edge, " is worker ",
+                                                   MakerOf(header.edge), "'s, not its sender's"));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset) {

@@ -34,8 +34,10 @@ absl::StatusOr<size_t> AppendCallBody(const CallHeader& header, const Message& m
                                       Packet* packet, const DeviceMap& devices);
 void SetEdge(size_t body_offset, EdgeId edge, Packet* packet);
 
-// Returns whether the header can be read, but for a lack of memory. Needs none itself.
-absl::Status CheckCallHeader(absl::string_view body);
+// Returns whether the header of what that worker sent can be read, but for a lack of memory, and
+// whether its edge is that worker's: what is wrong with an edge is said of who sent it. Needs no
+// memory itself.
+absl::Status CheckCallHeader(WorkerRank from, absl::string_view body);
 // The two parts of reading: the header is needed even where the message is refused or unwanted.
 // Each takes the packet and where its body begins; the second moves the segments out.
 absl::StatusOr<CallHeader> ReadCallHeader(const Packet& packet, size_t offset);

@@ -77,7 +77,9 @@ class WorkerImpl : public Server::Owner,
   }
 
   // AgentService
-  absl::Status CheckBody(absl::string_view body) override { return CheckCallHeader(body); }
+  absl::Status CheckBody(WorkerRank from, absl::string_view body) override {
+    return CheckCallHeader(from, body);
+  }
   void OnCall(IncomingCall call) override { server_.OnCall(std::move(call)); }
   absl::Status OnNotice(WorkerRank from, Body notice,
                         absl::FunctionRef<bool()> is_cut_off) override {
