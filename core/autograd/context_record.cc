@@ -28,7 +28,7 @@ absl::Status ContextRecord::CheckAlive() const {
 absl::Status ContextRecord::CheckReachable(WorkerRank peer) const {
   auto it = lost_.find(peer);
   if (it == lost_.end()) return absl::OkStatus();
-  return Annotate(it->second, absl::StrCat("context ", id_, " has lost a worker"));
+  return Annotate(it->second, absl::StrCat("context ", id_, " has lost worker ", peer));
 }
 
 absl::Status ContextRecord::AddSend(SendEnd send) {

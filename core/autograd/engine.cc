@@ -18,6 +18,7 @@
 #include "core/base/check.h"
 #include "core/base/event_loop.h"
 #include "core/base/log.h"
+#include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -316,8 +317,7 @@ void Engine::HandleOfOnePass(WorkerRank from, Batch batch, RunHere here) {
   const Notice& first = batch.notices.front();
   ContextRecord::Found found;
   if (!batch.context.ok()) {
-    found.over = Annotate(batch.context.status(),
-                          absl::StrCat("on worker ", services_.network.Describe(services_.self)));
+    found.over = batch.context.status();
   } else if (*batch.context != nullptr) {
     const std::shared_ptr<ContextRecord>& context = *batch.context;
     if (std::none_of(batch.notices.begin(), batch.notices.end(), MayBeNew)) {
@@ -332,9 +332,21 @@ void Engine::HandleOfOnePass(WorkerRank from, Batch batch, RunHere here) {
   const bool is_refused =
       found.run == nullptr || (!found.over.ok() && absl::c_any_of(batch.notices, IsCounted));
   if (is_refused) {
-    for (const Notice& notice : batch.notices) Refuse(from, notice, found.over);
-    // Of the others some may wait for what will not come.
-    if (found.run != nullptr) found.run->Fail(found.over);
+    // What the pass failed with says who says it already.
+    const absl::Status why = OriginOf(found.over).has_value()
+                                 ? found.over
+                                 : services_.LocalError(first.context, found.over);
+    for (const Notice& notice : batch.notices) Refuse(from, notice, why);
+    if (found.run == nullptr) return;
+    // Of the others some may wait for what will not come: so it is an abort of `from`, which says
+    // why itself if it sent one. Of a pass that is over here its report may still be awaited.
+    std::vector<Notice> taken;
+    for (Notice& notice : batch.notices) {
+      if (notice.kind == Notice::Kind::kAbort || notice.kind == Notice::Kind::kReport)
+        taken.push_back(std::move(notice));
+    }
+    taken.push_back({.kind = Notice::Kind::kAbort, .status = why});
+    found.run->OnNotices(from, std::move(taken), RunHere::kNo);
     return;
   }
   if (closed_) found.run->Fail(ShuttingDown());  // Close() may have missed it

@@ -186,8 +186,12 @@ class EngineTest : public ::testing::Test {
     return tensor;
   }
   void Deliver(WorkerRank from, const Notice& notice, bool is_cut_off = false) {
+    DeliverTogether(from, {notice}, is_cut_off);
+  }
+  void DeliverTogether(WorkerRank from, const std::vector<Notice>& notices,
+                       bool is_cut_off = false) {
     Packet packet;
-    ASSERT_TRUE(AppendNotice(notice, &packet).ok());
+    for (const Notice& notice : notices) ASSERT_TRUE(AppendNotice(notice, &packet).ok());
     const absl::Status taken =
         engine_.OnNotice(from, std::move(packet), 0, [=] { return is_cut_off; });
     EXPECT_TRUE(taken.ok()) << taken;
@@ -637,6 +641,30 @@ TEST_F(EngineTest, AnErrorPastTheDeadlineQuotesSixteenWorkers) {
   EXPECT_EQ(quoted, 15u) << "and its own; " << message;
 }
 
+// It is lost, and its message comes late: that says nothing of what the others have still to say.
+TEST_F(EngineTest, WhatIsRefusedEndsNoWaitForReports) {
+  const auto context = contexts_.New();
+  for (const WorkerRank peer : {kPeer, kOther}) ASSERT_TRUE(context->AddPeer(peer).ok());
+  const at::Tensor root = Receive(context, kPeer, 1).sum() + Receive(context, kOther, 1).sum();
+  const Future<Unit> pass =
+      engine_.Backward(context, {root}, {.deadline = clock_.Now()}, /*run_here=*/true);
+  const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+  ASSERT_FALSE(sent.empty());
+  Notice notice{
+      .kind = Notice::Kind::kStart, .context = context->id(), .pass = sent[0].notices.front().pass};
+  clock_.RunTimers();
+  engine_.OnPeerLost(kPeer, contexts_.begun(), absl::UnavailableError("it is gone"));
+  Deliver(kPeer, notice);
+  AwaitPool();
+  ASSERT_FALSE(pass.Done()) << pass.Wait().status();
+  notice.kind = Notice::Kind::kReport;
+  notice.awaited = "what it waited for";
+  Deliver(kOther, notice);
+  AwaitPool();
+  ASSERT_TRUE(pass.Done());
+  EXPECT_THAT(std::string(pass.Wait().status().message()), HasSubstr("what it waited for"));
+}
+
 // -------------------------------------------------------------------------------- What is thrown
 
 // When everything has been done but to say so. A pass that has gone well is kept, and what waits
@@ -857,12 +885,39 @@ TEST_F(EngineTest, APassEndsWhoseWorkerHasLostAnotherThatDoesNotKnow) {
       Deliver(kPeer, notice);
       AwaitPool();
       const std::map<WorkerRank, std::string> told = TakeAborts();
-      EXPECT_THAT(told, Contains(Pair(kPeer, HasSubstr("has lost a worker: worker 2 was silent"))));
+      const std::string why = absl::StrCat("backward of context ", id, " on worker 1: context ", id,
+                                           " has lost worker 2: worker 2 was silent");
+      EXPECT_THAT(told, Contains(Pair(kPeer, why)));
       // Who is done has told its parent so, and hears nothing more of it from here.
       EXPECT_EQ(told.count(kOther), waits ? 1u : 0u);
       EXPECT_EQ(engine_.CountPasses().running, 0u);
     }
   }
+}
+
+// Else the initiator would hear only that the message before it was refused.
+TEST_F(EngineTest, AnAbortBesideWhatIsRefusedSaysWhyAPassFails) {
+  const ContextId id = MakeId(kOther, 1);
+  const auto context = contexts_.FindOrAdd(id, /*edge=*/0);
+  ASSERT_TRUE(context.ok()) << context.status();
+  ASSERT_TRUE((*context)->AddPeer(kPeer).ok());
+  const auto edge =
+      engine_.RecordSend(**context, kOther, Engine::MakeSend({at::ones({2}).requires_grad_() * 2}));
+  ASSERT_TRUE(edge.ok()) << edge.status();
+  engine_.OnPeerLost(kPeer, contexts_.begun(), absl::UnavailableError("worker 2 was silent"));
+  Deliver(kOther, StartOf(id));
+  AwaitPool();
+  ASSERT_EQ(engine_.CountPasses().running, 1u);
+  network_.TakeSent();
+  Notice abort = StartOf(id);
+  abort.kind = Notice::Kind::kAbort;
+  abort.status = absl::DataLossError("its disk is full");
+  DeliverTogether(kPeer, {StartOf(id), abort});
+  AwaitPool();
+  EXPECT_EQ(engine_.CountPasses().running, 0u);
+  const std::map<WorkerRank, std::string> told = TakeAborts();
+  EXPECT_THAT(told, Contains(Pair(kOther, "its disk is full")));
+  EXPECT_THAT(told, Contains(Pair(kPeer, HasSubstr("has lost worker 2"))));
 }
 
 // What is told of it is the user's code, which runs in no modes of the pass's nodes.

@@ -681,11 +681,14 @@ void PassRun::EndOnStrand() {
   ended_ = true;  // last: what throws above is called again
 }
 
+absl::Status PassServices::LocalError(ContextId context, const absl::Status& why) const {
+  return WithOrigin(Annotate(why, absl::StrCat("backward of context ", context, " on worker ",
+                                               network.Describe(self))),
+                    {self, ErrorOrigin::By::kDistgrad});
+}
+
 absl::Status PassRun::LocalError(const absl::Status& why) {
-  return WithOrigin(
-      Annotate(why, absl::StrCat("backward of context ", context_->id(), " on worker ",
-                                 services_->network.Describe(services_->self))),
-      {services_->self, ErrorOrigin::By::kDistgrad});
+  return services_->LocalError(context_->id(), why);
 }
 
 std::shared_ptr<Execution> PassRun::execution() {

@@ -49,6 +49,9 @@ struct PassServices {
   std::unique_ptr<DeviceThreads> device_threads;
   // Passes that are over on this worker, and those of them that failed.
   std::atomic<uint64_t> passes_ended{0}, passes_failed{0};
+
+  // What went wrong in a backward of that context on this worker, for any worker to read.
+  absl::Status LocalError(ContextId context, const absl::Status& why) const;
 };
 
 }  // namespace distgrad
