@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <atomic>
 #include <functional>
@@ -23,6 +25,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -31,6 +34,7 @@
 #include "absl/time/time.h"
 #include "core/autograd/context_registry.h"
 #include "core/autograd/notice.h"
+#include "core/base/blocking.h"
 #include "core/base/clock.h"
 #include "core/base/event_loop.h"
 #include "core/base/thread_pool.h"
@@ -350,6 +354,77 @@ TEST_F(EngineTest, AGradientLeavesBeforeTheNextOfTheQueueIsRun) {
   AwaitPool();
   EXPECT_EQ(run, 4);
   EXPECT_THAT(network_.TakeGradients(), ElementsAre(1)) << "the last";
+}
+
+// Runs `ask` when what a node has saved is unpacked, which cannot be seen from outside of it.
+struct AskingHook : torch::autograd::SavedVariableHooks {
+  explicit AskingHook(std::function<void()> ask) : ask(std::move(ask)) {}
+  void call_pack_hook(const at::Tensor& tensor) override { packed = tensor.detach(); }
+  at::Tensor call_unpack_hook() override {
+    ask();
+    return packed;
+  }
+  const std::function<void()> ask;
+  at::Tensor packed;
+};
+
+// What it waits for may be what the peer does with the gradient. There may be no memory for the
+// pool's task on the thread that waits, which has locks of others, nor for that of the strand on
+// the pool's.
+TEST_F(EngineTest, AGradientLeavesBeforeANodeWaitsAlsoWhereThereIsNoMemory) {
+  for (const bool on_pool : {false, true}) {
+    SCOPED_TRACE(on_pool ? "on the pool's thread" : "on the thread that waits");
+    bool failed = false;
+    // The pool's queue takes memory for several tasks at once.
+    for (int round = 0; !failed && round < 100; ++round) {
+      for (int i = 0; i < round % 3; ++i) AwaitPool();
+      const auto context = contexts_.New();
+      absl::Notification sent, go;
+      bool was_kept = false, has_left = false;
+      const std::function<void()> wait = [&] {
+        was_kept = network_.TakeGradients().empty();
+        network_.on_notify.Set([&] {
+          if (on_pool) failed = FailAllocation(-1);
+          sent.Notify();
+        });
+        // The next task of the pool is on the same thread, then.
+        pool_.Schedule([&] {
+          go.WaitForNotification();
+          if (on_pool) FailAllocation(0);
+        });
+        absl::Cleanup let_go = [&] { go.Notify(); };
+        if (!on_pool) FailAllocation(0);
+        const BlockingScope blocking;
+        if (!on_pool) failed = FailAllocation(-1);
+        std::move(let_go).Invoke();
+        has_left = sent.WaitForNotificationWithTimeout(absl::Seconds(30));
+      };
+      // The later ones run first.
+      const at::Tensor waits = at::ones({2}).requires_grad_().sin();
+      auto* const node =
+          dynamic_cast<torch::autograd::generated::SinBackward0*>(waits.grad_fn().get());
+      ASSERT_NE(node, nullptr);
+      node->self_.register_hooks(std::make_unique<AskingHook>(wait));
+      const at::Tensor received = Receive(context, kPeer, 1);
+      const Future<Unit> pass =
+          engine_.Backward(context, {waits.sum() + (received * 2).sum()},
+                           {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+      EXPECT_TRUE(was_kept) << "it waits for others to travel with";
+      EXPECT_TRUE(has_left);
+      AwaitPool();
+      const std::vector<RecordingNetwork::Sent> left = network_.TakeSent();
+      ASSERT_EQ(left.size(), 1u);
+      Deliver(kPeer, {.kind = Notice::Kind::kAck,
+                      .context = context->id(),
+                      .pass = left[0].notices.front().pass,
+                      .count = 1});
+      AwaitPool();
+      ASSERT_TRUE(pass.Done());
+      EXPECT_TRUE(pass.Wait().ok()) << pass.Wait().status();
+      engine_.Release(context->id());
+    }
+    EXPECT_TRUE(failed);
+  }
 }
 
 // ------------------------------------------------------------------------------ Whose thread it is
