@@ -142,6 +142,36 @@ TEST(GradientAveragerTest, AverageTakesGradientsOfInferenceMode) {
   });
 }
 
+// Which torch lets nobody write to outside of that mode.
+TEST(GradientAveragerTest, BuffersOfInferenceModeAreGivenToAll) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2}), plain = torch::full({2}, float(group->rank()));
+    Tensor count;
+    {
+      const c10::InferenceMode mode;
+      count = torch::full({2}, float(group->rank()));
+    }
+    const auto averager = NewAverager(group, {{"w", w}}, {{"count", count}, {"plain", plain}});
+    ASSERT_NE(averager, nullptr);
+    for (const bool in_mode : {false, true}) {
+      {
+        const c10::InferenceMode mode;
+        count.fill_(group->rank() + 5);
+      }
+      plain.fill_(group->rank() + 5);
+      w.sum().backward();
+      if (in_mode) {
+        const c10::InferenceMode mode;
+        EXPECT_EQ(averager->Average(), absl::OkStatus());
+      }
+      for (const Tensor& buffer : {count, plain}) {
+        EXPECT_TRUE(buffer.equal(torch::full({2}, 5.0f))) << buffer;
+      }
+      w.mutable_grad().reset();
+    }
+  });
+}
+
 TEST(GradientAveragerTest, NothingIsCopiedBackThatNobodyElseHolds) {
   RunRanks(2, [](Group group) {
     const Tensor a = Parameter({2}), b = Parameter({2});

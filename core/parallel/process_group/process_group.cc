@@ -1,10 +1,12 @@
 // Brings the ranks together in the store, runs collectives, and names who is lost.
 #include "core/parallel/process_group/process_group.h"
 
+#include <c10/core/InferenceMode.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 #include <vector>
@@ -39,6 +41,22 @@ constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 // grows without a lock. Not for a backend that may wait for other ranks: one of them may be in this
 // process, and have this mutex still to lock.
 ABSL_CONST_INIT absl::Mutex beginning(absl::kConstInit);
+
+// Within it one may write to those tensors: to one of inference mode only in that mode, in which
+// one may to others as well.
+class WriteScope {
+ public:
+  explicit WriteScope(absl::Span<const at::Tensor> tensors) {
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.defined() || !tensor.is_inference()) continue;
+      mode_.emplace(true);
+      break;
+    }
+  }
+
+ private:
+  std::optional<c10::InferenceMode> mode_;
+};
 
 absl::Status Check(const ProcessGroupOptions& options) {
   const std::string who = absl::StrCat("process group '", options.name, "': ");
@@ -369,7 +387,10 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
     buckets = AssignBuckets(tensors, kBucketBytes);
     for (const Bucket& bucket : buckets) {
       sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
-      if (DividesFirst(bucket.dtype)) sums.back().div_(options_.size);
+      if (DividesFirst(bucket.dtype)) {
+        const WriteScope writes(tensors);
+        sums.back().div_(options_.size);
+      }
       DG_ASSIGN_OR_RETURN(auto begun, BeginSum(sums.back(), what));
       running.push_back(std::move(begun));
     }
@@ -379,6 +400,7 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
   DG_RETURN_IF_ERROR(status);
   // The others have their averages, whatever becomes of this rank's.
   try {
+    const WriteScope writes(tensors);
     for (size_t i = 0; i < buckets.size(); ++i) {
       if (!DividesFirst(buckets[i].dtype)) sums[i].div_(options_.size);
       if (buckets[i].flat) Unpack(buckets[i], sums[i], tensors);
@@ -403,6 +425,7 @@ absl::Status ProcessGroup::Broadcast(absl::Span<const at::Tensor> tensors, int r
   Bucket bucket;
   at::Tensor flat;
   const auto unpack = [&] {
+    const WriteScope writes(tensors);
     if (flat.defined() && options_.rank != root) Unpack(bucket, flat, tensors);
   };
   DG_RETURN_IF_ERROR(RunForOthers(what, [&]() -> absl::Status {

@@ -8,6 +8,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
@@ -100,6 +101,35 @@ TEST(ProcessGroupTest, BroadcastsAnyDtype) {
     for (const Tensor& tensor : tensors) EXPECT_TRUE(tensor.to(at::kFloat).equal(at::ones({3})));
     EXPECT_EQ(group->Broadcast(tensors, 3).code(), absl::StatusCode::kInvalidArgument);
     EXPECT_TRUE(group->status().ok()) << "that harmed nobody";
+  });
+}
+
+// Which torch lets nobody write to outside of that mode.
+TEST(ProcessGroupTest, TakesTensorsOfInferenceMode) {
+  RunRanks(2, [](std::shared_ptr<ProcessGroup> group) {
+    std::vector<Tensor> tensors = {at::full({2}, group->rank(), at::kFloat)};
+    {
+      const c10::InferenceMode mode;
+      for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
+        tensors.push_back(at::full({2}, group->rank(), dtype));
+      }
+    }
+    const int64_t version = tensors[0]._version();
+    absl::Status status = group->Average(tensors);
+    ASSERT_TRUE(status.ok()) << status;
+    for (const Tensor& tensor : tensors) {
+      EXPECT_TRUE(tensor.to(at::kFloat).equal(at::full({2}, 0.5))) << tensor;
+    }
+    EXPECT_GT(tensors[0]._version(), version) << "a backward that needs its value would not see it";
+    {
+      const c10::InferenceMode mode;
+      for (const Tensor& tensor : tensors) tensor.fill_(group->rank());
+    }
+    status = group->Broadcast(tensors, 1);
+    ASSERT_TRUE(status.ok()) << status;
+    for (const Tensor& tensor : tensors) {
+      EXPECT_TRUE(tensor.to(at::kFloat).equal(at::ones({2}))) << tensor;
+    }
   });
 }
 
