@@ -66,15 +66,25 @@ std::vector<at::Tensor> LeavesOf(const edge_list& roots) {
   return leaves;
 }
 
-// What one can see of a leaf's .grad without looking at its elements.
-std::pair<const c10::TensorImpl*, int64_t> StateOf(const at::Tensor& leaf) {
+// What one can see of a leaf's .grad without looking at its elements: the tensor, and its version,
+// which one of inference mode lacks.
+using State = std::pair<const c10::TensorImpl*, std::optional<int64_t>>;
+
+State StateOf(const at::Tensor& leaf) {
   // Passes and optimizers have theirs there for a while, under the leaf's mutex. It may be this
   // thread that does.
   std::optional<LeavesLock> lock;
   if (!IsCallingPostAccumulateHookOf(leaf)) lock.emplace(absl::MakeConstSpan(&leaf, 1));
   const at::Tensor& gradient = leaf.grad();
-  return {gradient.unsafeGetTensorImpl(),
-          gradient.defined() && !gradient.is_inference() ? gradient._version() : 0};
+  State state{gradient.unsafeGetTensorImpl(), 0};
+  if (gradient.defined()) {
+    if (gradient.is_inference()) {
+      state.second.reset();
+    } else {
+      state.second = gradient._version();
+    }
+  }
+  return state;
 }
 
 }  // namespace
@@ -103,11 +113,13 @@ class NestedBackwards::Engine final : public torch::autograd::Engine {
     if (!accumulate_grad || current == nullptr) return run();
     // With `outputs` it adds to those alone.
     const std::vector<at::Tensor> leaves = outputs.empty() ? LeavesOf(roots) : LeavesAt(outputs);
-    std::vector<std::pair<const c10::TensorImpl*, int64_t>> states;
+    std::vector<State> states;
     for (const at::Tensor& leaf : leaves) states.push_back(StateOf(leaf));
     const auto note = [&] {
       for (size_t i = 0; i < leaves.size(); ++i) {
-        if (StateOf(leaves[i]) != states[i]) {
+        const State state = StateOf(leaves[i]);
+        // Without a version it may have been added to, and most likely was: the backward led there.
+        if (state != states[i] || !state.second.has_value()) {
           current->leaves_.emplace_back(leaves[i].getIntrusivePtr());
         }
       }

@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones_like.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -58,6 +59,22 @@ TEST(NestedBackward, ALeafThatOutlivesTheNodeIsAnError) {
   EXPECT_TRUE(absl::StrContains(status.message(), "torch::autograd::grad")) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "[2]")) << status;
   EXPECT_TRUE(absl::StrContains(status.message(), "Spy")) << status;
+}
+
+// It has no version that would tell of the addition.
+TEST(NestedBackward, AGradientOfInferenceModeThatIsAddedToIsAnErrorToo) {
+  const Tensor parameter = Leaf(3);
+  {
+    const c10::InferenceMode mode;
+    parameter.mutable_grad() = Full(1);
+  }
+  const absl::Status status = InNode([&] {
+    const Tensor product = Leaf(2) * parameter;
+    const c10::InferenceMode mode;
+    product.backward(Full(1));
+  });
+  EXPECT_TRUE(parameter.grad().equal(Full(3))) << parameter.grad();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
 }
 
 // What it has added until then is missing, though the node goes on.
