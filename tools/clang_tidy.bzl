@@ -24,8 +24,9 @@ def _findings(ctx, file, context, program):
     flags.add_all(depset(transitive = [context.defines, context.local_defines]), before_each = "-D")
     flags.add_all(context.quote_includes, before_each = "-iquote", map_each = _if_ours)
     flags.add_all(context.quote_includes, before_each = "-isystem", map_each = _if_others)
-    flags.add_all(context.system_includes, before_each = "-isystem")
-    flags.add_all(context.includes, before_each = "-isystem")
+    for folders in [context.system_includes, context.includes]:
+        flags.add_all(folders, before_each = "-I", map_each = _if_ours)
+        flags.add_all(folders, before_each = "-isystem", map_each = _if_others)
     ctx.actions.run_shell(
         inputs = depset([file, ctx.file._config], transitive = [context.headers]),
         outputs = [findings],
@@ -46,11 +47,10 @@ if [[ $status != 0 && ! -s $findings ]]; then cat "$findings.log" >&2; exit $sta
     return findings
 
 def _aspect_impl(target, ctx):
-    below = [
-        dep[_ClangTidyInfo].findings
-        for dep in getattr(ctx.rule.attr, "deps", [])
-        if _ClangTidyInfo in dep
-    ]
+    deps = getattr(ctx.rule.attr, "deps", [])
+    if ctx.rule.kind == "link_only":  # what is for GPUs (third_party/cuda/cuda.bzl)
+        deps = [ctx.rule.attr.dep]
+    below = [dep[_ClangTidyInfo].findings for dep in deps if _ClangTidyInfo in dep]
     own = []
     if CcInfo in target and target.label.workspace_name == "":
         context = target[CcInfo].compilation_context
@@ -62,7 +62,7 @@ def _aspect_impl(target, ctx):
 
 _clang_tidy = aspect(
     implementation = _aspect_impl,
-    attr_aspects = ["deps"],
+    attr_aspects = ["deps", "dep"],
     attrs = {
         "_program": attr.label(default = "@clang_tidy", allow_single_file = True),
         "_config": attr.label(default = "//:.clang-tidy", allow_single_file = True),

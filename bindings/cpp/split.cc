@@ -64,8 +64,8 @@ void Train(dg::Worker& worker) {
   });
   worker.Barrier();
   if (worker.rank() == 0) {
-    std::mt19937 random(1);
-    float mean = 0;  // of the latest losses
+    std::mt19937 random(1);  // NOLINT: the same batches each time
+    float mean = 0;          // of the latest losses
     for (int step = 0; step < 300; ++step) {
       const float loss = Step(worker, layer, optimizer, NewBatch(random));
       mean = step == 0 ? loss : 0.95f * mean + 0.05f * loss;

@@ -313,20 +313,20 @@ using EnableGrad = GradMode<true>;
 class Value {
  public:
   Value() noexcept : value_(dg_value_none()) {}
-  Value(std::nullptr_t) noexcept : value_(dg_value_none()) {}
+  Value(std::nullptr_t) noexcept : value_(dg_value_none()) {}  // NOLINT: implicit
   // A template, for a pointer, such as a dg_tensor, would convert to bool.
   template <typename T, typename = std::enable_if_t<std::is_same_v<T, bool>>>
-  Value(T value) noexcept : value_(dg_value_bool(value)) {}
-  Value(int value) noexcept : value_(dg_value_integer(value)) {}
-  Value(int64_t value) noexcept : value_(dg_value_integer(value)) {}
-  Value(double value) noexcept : value_(dg_value_real(value)) {}
-  Value(const char* value) noexcept : value_(dg_value_string(Str(value))) {}
-  Value(const Tensor& value) noexcept : value_(dg_value_tensor(value.get())) {}
-  Value(const std::vector<int64_t>& value) noexcept
+  Value(T value) noexcept : value_(dg_value_bool(value)) {}                      // NOLINT: implicit
+  Value(int value) noexcept : value_(dg_value_integer(value)) {}                 // NOLINT: implicit
+  Value(int64_t value) noexcept : value_(dg_value_integer(value)) {}             // NOLINT: implicit
+  Value(double value) noexcept : value_(dg_value_real(value)) {}                 // NOLINT: implicit
+  Value(const char* value) noexcept : value_(dg_value_string(Str(value))) {}     // NOLINT: implicit
+  Value(const Tensor& value) noexcept : value_(dg_value_tensor(value.get())) {}  // NOLINT: implicit
+  Value(const std::vector<int64_t>& value) noexcept                              // NOLINT: implicit
       : value_(dg_value_integers(value.data(), value.size())) {}
-  Value(const std::vector<double>& value) noexcept
+  Value(const std::vector<double>& value) noexcept  // NOLINT: implicit
       : value_(dg_value_reals(value.data(), value.size())) {}
-  Value(const std::vector<Tensor>& value)
+  Value(const std::vector<Tensor>& value)  // NOLINT: implicit
       : tensors_(std::make_shared<std::vector<const dg_tensor*>>(internal::Handles(value))),
         value_(dg_value_tensors(tensors_->data(), tensors_->size())) {}
   explicit Value(const dg_value& value) noexcept : value_(value) {}
@@ -869,7 +869,7 @@ class Context {
 // as that.
 class ContextRef {
  public:
-  ContextRef(const Context& context) noexcept : context_(context.get()) {}
+  ContextRef(const Context& context) noexcept : context_(context.get()) {}  // NOLINT: implicit
   explicit ContextRef(const dg_context* context) noexcept : context_(context) {}
   Tensor Gradient(const Tensor& leaf) const {
     dg_tensor* out = nullptr;

@@ -191,7 +191,7 @@ absl::Status NcclCollectives::BroadcastBucket(const Bucket& bucket, const Tensor
     if (i != source) parts = Parts(bucket, buffer.tensor);
     for (size_t p = 0; p < bucket.slots.size(); ++p) {
       const size_t k = bucket.slots[p].tensor;
-      (*results)[i][k] = i == source ? tensors[k] : std::move(parts[p]);
+      (*results)[i][k] = i == source ? tensors[k] : parts[p];
     }
     collective.buffers.push_back(std::move(buffer));
     collective.waits.push_back(i != source);
