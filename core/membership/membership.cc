@@ -592,8 +592,9 @@ absl::Status Membership::PutEntryRight(Deadline deadline) {
     const auto say_left = [&](Deadline until) {
       return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), until);
     };
-    absl::Status said = Patiently(deadline, say_left);
-    if (closed_) said = say_left(std::min(deadline, Deadline::After(kCheckInterval)));
+    // Whatever the deadline: nobody looks again whether it is right, once this worker has left.
+    absl::Status said = Patiently(Deadline::Never(), say_left);
+    if (!said.ok() && closed_) said = say_left(Deadline::After(kCheckInterval));
     DG_RETURN_IF_ERROR(said);
   }
   DG_RETURN_IF_ERROR(published);

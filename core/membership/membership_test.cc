@@ -841,18 +841,25 @@ class LeavesMeanwhileStore final : public ForwardingStore {
   std::atomic<int> writes_{0};
 };
 
+// As it waits in a barrier, and as it looks who is there, for which it has no time.
 TEST_F(RunningJobTest, WhoLeavesWhileItsEntryIsPutRightHasLeft) {
   Start(2);
   const std::string before = *store_->Get("worker/1", Later());
-  const auto store = std::make_shared<LeavesMeanwhileStore>(store_);
-  Membership back(store, {.rank = 1, .world_size = 2});
-  ASSERT_TRUE(Come(back, "inproc://back").ok());
-  ASSERT_TRUE(store_->Set("worker/1", before, Later()).ok());
-  store->leave = [&] { EXPECT_EQ(back.Leave(Later()), absl::OkStatus()); };
-  std::thread other([&] { EXPECT_EQ(members_[0]->Barrier(Later()), absl::OkStatus()); });
-  back.Barrier(Later()).IgnoreError();  // it does not count any more
-  EXPECT_TRUE(DecodeWorkerInfo(*store_->Get("worker/1", Later()), 1)->left);
-  other.join();
+  for (const bool in_barrier : {true, false}) {
+    const auto store = std::make_shared<LeavesMeanwhileStore>(store_);
+    Membership back(store, {.rank = 1, .world_size = 2});
+    ASSERT_TRUE(Come(back, "inproc://back").ok());
+    ASSERT_TRUE(store_->Set("worker/1", before, Later()).ok());
+    store->leave = [&] { EXPECT_EQ(back.Leave(Later()), absl::OkStatus()); };
+    if (in_barrier) {
+      std::thread other([&] { EXPECT_EQ(members_[0]->Barrier(Later()), absl::OkStatus()); });
+      back.Barrier(Later()).IgnoreError();  // it does not count any more
+      other.join();
+    } else {
+      EXPECT_TRUE(back.AllEver(absl::InfinitePast()).ok());
+    }
+    EXPECT_TRUE(DecodeWorkerInfo(*store_->Get("worker/1", Later()), 1)->left) << in_barrier;
+  }
 }
 
 // The barrier began before the next one came, and so has opened without it.

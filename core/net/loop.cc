@@ -11,6 +11,7 @@
 #include <new>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "core/base/await_memory.h"
 #include "core/base/check.h"
 #include "core/base/descriptors.h"
@@ -115,7 +116,12 @@ absl::StatusOr<std::unique_ptr<Loop>> Loop::Start(std::string thread_name, Clock
   absl::MutexLock lock(&loop->mu_);
   loop->idle_ = false;
   loop->own_ = 1;
+  absl::Cleanup is_idle = [&] {
+    loop->mu_.AssertHeld();
+    loop->idle_ = true;
+  };
   loop->threads_.Schedule([loop = loop.get()] { loop->Work(); });
+  std::move(is_idle).Cancel();
   return loop;
 }
 
@@ -224,13 +230,20 @@ void Loop::Join() {
     mu_.Await(absl::Condition(&idle_));
   }
   threads_.Join();
-  // Nobody is left whom these could concern.
-  std::deque<Task> tasks;
+  // Nobody is left whom these could concern. They end outside of the lock, without memory.
   internal::TimerQueue timers;
-  absl::MutexLock lock(&mu_);
-  over_ = true;
-  tasks.swap(tasks_);
-  std::swap(timers, timers_);
+  {
+    absl::MutexLock lock(&mu_);
+    over_ = true;
+    std::swap(timers, timers_);
+  }
+  for (;;) {
+    Task task;
+    absl::MutexLock lock(&mu_);
+    if (tasks_.empty()) return;
+    task = std::move(tasks_.front());
+    tasks_.pop_front();
+  }
 }
 
 void Loop::Wake() {

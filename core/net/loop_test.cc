@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <memory>
+#include <new>
 #include <set>
 #include <thread>
 #include <utility>
@@ -281,6 +282,23 @@ TEST_F(LoopTest, WhatRunsAsideIsKeptUntilThereIsMemoryForIt) {
     EXPECT_TRUE(ran->WaitForNotificationWithTimeout(absl::Minutes(1)));
     return failed;
   });
+}
+
+// It ends as it is given up again, with nobody to wait for.
+TEST_F(LoopTest, OneThatFindsNoMemoryDoesNotStart) {
+  for (const int count : {1, 20}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      FailAllocation(nth, count);
+      try {
+        const auto loop = Loop::Start("loop-test", clock_.get());
+        failed = FailAllocation(-1);
+        EXPECT_TRUE(failed || loop.ok()) << loop.status();
+      } catch (const std::bad_alloc&) {
+        failed = FailAllocation(-1);
+      }
+    }
+  }
 }
 
 TEST_F(LoopTest, SomebodyLeadsWhileATaskWaitsThoughMemoryLacked) {

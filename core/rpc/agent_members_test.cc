@@ -351,6 +351,13 @@ class PlayedPeerTest : public testing::Test {
     return opened;
   }
 
+  // It waits as long as it takes for "y" to close what it has given up.
+  AgentOptions OptionsOfX() {
+    AgentOptions options = Options(&directory_);
+    options.limits.handshake_timeout = absl::Hours(1);
+    return options;
+  }
+
   // Has "x" refuse a call to "y", as it has as many calls of its own as it may: that makes a
   // connection which is not open.
   void HaveACallRefused() {
@@ -363,7 +370,7 @@ class PlayedPeerTest : public testing::Test {
   FakeClock clock_;
   FakeDirectory directory_;
   const std::shared_ptr<InprocNetwork> network_ = std::make_shared<InprocNetwork>();
-  TestAgent x_{&clock_, network_, 0, 1, Options(&directory_)};
+  TestAgent x_{&clock_, network_, 0, 1, OptionsOfX()};
   std::vector<Future<std::string>> own_;
   WorkerInfo y_;
   absl::Mutex mu_;
@@ -534,6 +541,24 @@ TEST_F(AgentMembersTest, APeerHearsOfTheEndOfAConnectionThatItNeverHad) {
 
 // A large packet waits for a connection of its own, which nobody opens if the one on which it is
 // asked for is dead. That is found all the same, though the peer is heard on another.
+// Until the peer has closed it, which may take its time, there are others with that peer.
+TEST_F(PlayedPeerTest, AConnectionThatIsGivenUpSaysNothingOfLaterOnes) {
+  const Played old = Connect({.number = 1});
+  old.Ping(1);
+  x_.service.OnNextNotice(
+      [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
+  old.connection->Send(Agent::NewNotice(), nullptr);
+  old.end->Await(FrameKind::kRefused, 1);
+  const Played live = Connect({.number = 2});
+  live.Ping(1);
+  const Future<std::string> call = x_.Call(1, "keep");
+  for (int i = 2; i < 10; ++i) {
+    clock_.Advance(kLimit / 5);
+    ASSERT_FALSE(call.Done()) << "beat " << i << ": " << call.Wait().status();
+    live.Ping(i);
+  }
+}
+
 TEST_F(PlayedPeerTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
   const auto large = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
   // The peer answers on a connection of its own alone.
@@ -1308,6 +1333,17 @@ TEST_F(AgentMembersTest, WhyAConnectionIsGivenUpIsNotOvertakenByTheEndOfAnother)
   for (int i = 0; i < 2; ++i) EXPECT_TRUE(c().Call(1, "echo").Wait().ok());
   network_->ReleaseHeld();
   EXPECT_TRUE(Contains(b().service.AwaitLost(0), "no memory for it"));
+}
+
+// Its entry was read before that of the next one, which this worker knows of when it is taken in.
+TEST_F(AgentMembersTest, AnIncarnationIsRefusedThatIsOverWhenItIsTakenIn) {
+  nodes_[1].reset();
+  nodes_[1] = Come(1, 2);
+  WorkerInfo next = b().info;
+  next.incarnation += Incarnation{1} << 32;
+  a().service.OnNextMemberEvents([&] { EXPECT_EQ(a().agent->UpdatePeer(next), absl::OkStatus()); });
+  const absl::Status refused = b().Call(0, "echo", "x").Wait().status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused) || absl::IsUnavailable(refused)) << refused;
 }
 
 // Whoever waited may begin anew at once, while the connection is still being ended.

@@ -99,10 +99,10 @@ void Link::SendLast(Packet packet, absl::Status why) {
     absl::MutexLock lock(&mu_);
     if (!why_.ok() || state_ == State::kClosed) return;
     // Under the lock, as the clock is there until Close() has had it.
-    shared_->clock->At(shared_->clock->Now() + shared_->limits.handshake_timeout,
-                       [weak = weak_from_this(), why] {
-                         if (const auto self = weak.lock()) self->Close(why);
-                       });
+    last_words_ = shared_->clock->At(shared_->clock->Now() + shared_->limits.handshake_timeout,
+                                     [weak = weak_from_this(), why] {
+                                       if (const auto self = weak.lock()) self->Close(why);
+                                     });
     why_ = why;
   }
   out_.Run([this, self = shared_from_this(), packet = std::move(packet), why]() mutable {
@@ -328,12 +328,18 @@ void Link::Close(absl::Status why) {
   std::shared_ptr<Connection> connection;
   {
     absl::MutexLock lock(&mu_);
+    CancelLastWords();
     if (why_.ok()) why_ = why;
     if (kind_ == Kind::kLoopback) state_.Advance(State::kDropped);  // nobody hears of its end
     connection = connection_;
   }
   if (connection != nullptr) return connection->Close();
   if (kind_ != Kind::kLoopback) OnClosed(std::move(why));
+}
+
+void Link::CancelLastWords() {
+  if (last_words_.has_value()) shared_->clock->Cancel(*last_words_);
+  last_words_.reset();
 }
 
 void Link::OnClosed(absl::Status why) {
@@ -343,6 +349,7 @@ void Link::OnClosed(absl::Status why) {
   {
     absl::MutexLock lock(&mu_);
     if (!state_.Advance(State::kClosed)) return;
+    CancelLastWords();
     connection.swap(connection_);
     bulk.swap(bulk_);
     is_refused = why_.ok() && absl::IsNotFound(why);

@@ -191,6 +191,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   // Hears what became of a packet that was counted in unsent_.
   void OnSent(const absl::Status& sent);
   void PopWaiting();
+  void CancelLastWords() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
   // Constant after construction.
   const std::shared_ptr<Owner> owner_;
@@ -218,6 +219,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   MonotonicState<State> state_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Connection> connection_ ABSL_GUARDED_BY(mu_);
   absl::Status why_ ABSL_GUARDED_BY(mu_);  // why we closed it, if we did
+  // The timer of SendLast().
+  std::optional<Clock::TimerId> last_words_ ABSL_GUARDED_BY(mu_);
   std::optional<WorkerRank> peer_ ABSL_GUARDED_BY(mu_);
   Incarnation incarnation_ ABSL_GUARDED_BY(mu_) = 0;
   Inbox inbox_ ABSL_GUARDED_BY(mu_);

@@ -481,19 +481,25 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
   for (;;) {
     Links dropped;
     absl::Status why;  // of their end
-    bool is_given_up, is_lost = false;
+    absl::Status outdated;
+    bool is_given_up = false, is_lost = false;
     {
       absl::MutexLock lock(&mu_);
       const auto found = links_.find(link->number());
       // It broke while the store was asked.
       if (found == links_.end() || found->second.mark == Entry::Mark::kDropped) return;
+      // The peer may have come back since it was looked for: whoever knows that finds no link with
+      // the one that is over.
+      outdated = peers_->Check(hello).status();
       Ended& ended = EndedWith(hello.from, hello.from_incarnation);
       const bool is_old = hello.from_incarnation < ended.incarnation;
       if (!is_old) ended.first_of_peer = std::max(ended.first_of_peer, hello.first_own);
       // A later one was faster, and has said so; or this worker has given it up itself, before it
       // came; or the peer has come back meanwhile.
       is_given_up = is_old || hello.number < std::max(ended.first_of_peer, ended.first_other);
-      if (is_given_up) {
+      if (!outdated.ok()) {
+        // Refused below.
+      } else if (is_given_up) {
         Drop(found->second);
       } else if (HasGivenUp(hello)) {
         why = absl::UnavailableError(
@@ -511,6 +517,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
         Use(hello.from, link);
       }
     }
+    if (!outdated.ok()) return Refuse(link, outdated);
     if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
     if (dropped.empty()) {
       // It may have been silent for long, and speak again; or it is dead, and has sent this before
@@ -622,7 +629,8 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
   });
   if (!is_known) return;
   if (is_bulk) {
-    if (const auto main = link->main()) main->Close(why);
+    // Whoever drops that ends it, too, and may have to say why first.
+    if (const auto main = link->main(); main != nullptr && !main->dropped()) main->Close(why);
     return;
   }
   if (!peer) return;
@@ -751,6 +759,8 @@ void LinkTable::Beat() {
       // Also of one that is being opened, and whose first call has ended meanwhile: nobody would
       // start this again once it is open.
       is_any = true;
+      // The peer is about to close it, or has a limit to.
+      if (entry.mark == Entry::Mark::kDropped) continue;
       const Link& link = *entry.link;
       // Nobody is silent there.
       if (IsUnused(link)) continue;
@@ -818,7 +828,8 @@ void LinkTable::Probe(WorkerRank peer) {
     absl::MutexLock lock(&mu_);
     const auto is_of_peer = [peer](const auto& numbered) {
       const Link& link = *numbered.second.link;
-      return link.peer() == peer && !link.is_bulk() && !link.closed() && !IsUnused(link);
+      return numbered.second.mark != Entry::Mark::kDropped && link.peer() == peer &&
+             !link.is_bulk() && !link.closed() && !IsUnused(link);
     };
     if (state_ == State::kClosed || std::count_if(links_.begin(), links_.end(), is_of_peer) != 1) {
       return;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -15,7 +16,9 @@
 #include "absl/time/time.h"
 #include "core/base/fake_clock.h"
 #include "core/base/trace.h"
+#include "core/base/wire.h"
 #include "core/rpc/call_table.h"
+#include "core/rpc/frame.h"
 #include "core/rpc/peers.h"
 #include "core/transport/transport.h"
 
@@ -27,8 +30,10 @@ class FakeConnection : public Connection {
  public:
   FakeConnection(std::shared_ptr<Receiver> receiver, bool is_full)
       : receiver_(std::move(receiver)), is_full_(is_full) {}
-  void Send(Packet, SendDone done) override {
+  void Send(Packet packet, SendDone done) override {
     if (is_full_) throw std::bad_alloc();
+    WireReader reader(packet.bytes);
+    kinds.push_back(ReadFrame(reader)->kind);
     if (done) done(absl::OkStatus());
   }
   void Close() override {
@@ -39,6 +44,7 @@ class FakeConnection : public Connection {
   }
 
   bool closed = false;
+  std::vector<FrameKind> kinds;  // of what was sent
 
  private:
   std::shared_ptr<Receiver> receiver_;
@@ -51,12 +57,14 @@ class FakeTransport : public Transport {
   absl::StatusOr<std::string> Listen(Accept) override { return "fake://"; }
   absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string&,
                                                       std::shared_ptr<Receiver> receiver) override {
+    if (fails) return fails();
     connections.push_back(std::make_shared<FakeConnection>(std::move(receiver), is_full));
     return connections.back();
   }
   std::string Name() const override { return "fake"; }
 
   bool is_full = false;
+  std::function<absl::Status()> fails;  // to connect
   std::vector<std::shared_ptr<FakeConnection>> connections;
 };
 
@@ -92,6 +100,12 @@ class LinkTableTest : public ::testing::Test {
     return worker;
   }
 
+  static Packet Ping() {
+    Packet packet;
+    AppendFrame({.kind = FrameKind::kPing}, &packet.bytes);
+    return packet;
+  }
+
   FakeClock clock_;
   FakeTransport transport_;
   const std::shared_ptr<Peers> peers_ = std::make_shared<Peers>(10);
@@ -108,7 +122,7 @@ class LinkTableTest : public ::testing::Test {
 TEST_F(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
   transport_.is_full = true;
   const std::weak_ptr<Link> link = *links_->To(1);
-  link.lock()->Send(Packet{"x", {}});
+  link.lock()->Send(Ping());
   ASSERT_EQ(transport_.connections.size(), 1u);
   EXPECT_TRUE(transport_.connections[0]->closed);
   EXPECT_TRUE(link.expired());
@@ -121,11 +135,25 @@ TEST_F(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
 // The number in it is the old incarnation's: the new one may have given it to another link.
 TEST_F(LinkTableTest, AWishForABulkLinkIsNotCarriedToTheNextIncarnation) {
   const std::shared_ptr<Link> link = *links_->To(1);
-  link->Send(Packet{"x", {}});
+  link->Send(Ping());
   ASSERT_EQ(transport_.connections.size(), 1u);
   ASSERT_TRUE(links_->UpdatePeer(Worker(1, 2)).ok());
   links_->OnBulk(link, 1, 7);  // another thread has taken it in before
   EXPECT_EQ(transport_.connections.size(), 1u);
+}
+
+// It has ended with the other one, which waits for the peer to close it.
+TEST_F(LinkTableTest, ThatABulkLinkIsNotToBeHadDoesNotTakeTheWordsFromItsMainOne) {
+  const std::shared_ptr<Link> link = *links_->To(1);
+  link->Send(Ping());
+  ASSERT_EQ(transport_.connections.size(), 1u);
+  transport_.fails = [&] {
+    links_->GiveUp(link, 1, absl::ResourceExhaustedError("no memory for it"));
+    return absl::UnavailableError("no more connections");
+  };
+  links_->OnBulk(link, 1, 7);
+  EXPECT_EQ(transport_.connections[0]->kinds.back(), FrameKind::kRefused);
+  EXPECT_FALSE(transport_.connections[0]->closed);
 }
 
 // What is sent to the new incarnation would be answered by the old one, which may live.

@@ -277,6 +277,7 @@ TEST_F(LinkTest, BehindTheLastWordsItWaitsForThePeerToClose) {
   EXPECT_FALSE(link->served().Begin(1, 10).ok()) << "nothing more is served";
   link->OnClosed(absl::UnavailableError("the peer has closed it"));
   EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
 }
 
 // One that does not read, or does not close it, would keep it for good.

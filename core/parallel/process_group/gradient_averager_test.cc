@@ -153,22 +153,29 @@ TEST(GradientAveragerTest, BuffersOfInferenceModeAreGivenToAll) {
     }
     const auto averager = NewAverager(group, {{"w", w}}, {{"count", count}, {"plain", plain}});
     ASSERT_NE(averager, nullptr);
-    for (const bool in_mode : {false, true}) {
-      {
-        const c10::InferenceMode mode;
-        count.fill_(group->rank() + 5);
-      }
-      plain.fill_(group->rank() + 5);
-      w.sum().backward();
-      if (in_mode) {
-        const c10::InferenceMode mode;
-        EXPECT_EQ(averager->Average(), absl::OkStatus());
-      }
+    const auto expect_all = [&](float value) {
       for (const Tensor& buffer : {count, plain}) {
-        EXPECT_TRUE(buffer.equal(torch::full({2}, 5.0f))) << buffer;
+        EXPECT_TRUE(buffer.equal(torch::full({2}, value))) << buffer;
       }
-      w.mutable_grad().reset();
+    };
+    const auto set = [&](float value) {
+      const c10::InferenceMode mode;
+      count.fill_(group->rank() + value);
+      plain.fill_(group->rank() + value);
+    };
+    expect_all(0);  // when it was made
+    set(5);
+    w.sum().backward();
+    expect_all(5);
+    set(7);
+    {
+      const c10::InferenceMode mode;
+      EXPECT_EQ(averager->Average(), absl::OkStatus());
     }
+    expect_all(7);
+    set(9);
+    EXPECT_EQ(averager->Average(), absl::OkStatus());
+    expect_all(9);
   });
 }
 

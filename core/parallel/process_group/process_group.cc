@@ -387,10 +387,9 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
     buckets = AssignBuckets(tensors, kBucketBytes);
     for (const Bucket& bucket : buckets) {
       sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
-      if (DividesFirst(bucket.dtype)) {
-        const WriteScope writes(tensors);
-        sums.back().div_(options_.size);
-      }
+      // The work, too, writes in the mode in which it is begun.
+      const WriteScope writes(absl::MakeConstSpan(&sums.back(), 1));
+      if (DividesFirst(bucket.dtype)) sums.back().div_(options_.size);
       DG_ASSIGN_OR_RETURN(auto begun, BeginSum(sums.back(), what));
       running.push_back(std::move(begun));
     }

@@ -107,18 +107,25 @@ TEST(ProcessGroupTest, BroadcastsAnyDtype) {
 // Which torch lets nobody write to outside of that mode.
 TEST(ProcessGroupTest, TakesTensorsOfInferenceMode) {
   RunRanks(2, [](std::shared_ptr<ProcessGroup> group) {
-    std::vector<Tensor> tensors = {at::full({2}, group->rank(), at::kFloat)};
+    std::vector<Tensor> tensors = {at::full({2}, group->rank(), at::kFloat)}, sparse;
     {
       const c10::InferenceMode mode;
       for (const at::ScalarType dtype : {at::kFloat, at::kHalf}) {
         tensors.push_back(at::full({2}, group->rank(), dtype));
       }
+      // Half cannot be added there, by torch.
+      sparse.push_back(at::full({2}, group->rank() + 1, at::kFloat).to_sparse());
     }
     const int64_t version = tensors[0]._version();
     absl::Status status = group->Average(tensors);
     ASSERT_TRUE(status.ok()) << status;
     for (const Tensor& tensor : tensors) {
       EXPECT_TRUE(tensor.to(at::kFloat).equal(at::full({2}, 0.5))) << tensor;
+    }
+    status = group->Average(sparse);
+    ASSERT_TRUE(status.ok()) << status;
+    for (const Tensor& tensor : sparse) {
+      EXPECT_TRUE(tensor.to_dense().equal(at::full({2}, 1.5))) << tensor;
     }
     EXPECT_GT(tensors[0]._version(), version) << "a backward that needs its value would not see it";
     {

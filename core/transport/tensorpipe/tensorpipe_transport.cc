@@ -675,15 +675,16 @@ absl::StatusOr<std::shared_ptr<tensorpipe::transport::Context>> NewTransport(
 }
 
 absl::StatusOr<std::unique_ptr<Transport>> Create(TensorPipeOptions options) {
-  const std::string scheme = Scheme(options.kind);
-  auto context =
-      std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options.name));
-
+  // First: what is below has the loop, which asks it for threads, and may be given up again.
   std::unique_ptr<Clock> own_clock;
   if (options.clock == nullptr) {
     DG_ASSIGN_OR_RETURN(own_clock, NewSystemClock());
     options.clock = own_clock.get();
   }
+  const std::string scheme = Scheme(options.kind);
+  auto context =
+      std::make_shared<tensorpipe::Context>(tensorpipe::ContextOptions().name(options.name));
+
   std::shared_ptr<Loop> loop;
   DG_ASSIGN_OR_RETURN(auto transport, NewTransport(options, &loop));
   if (!transport->isViable()) {
