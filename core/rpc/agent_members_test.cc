@@ -1352,12 +1352,15 @@ TEST_F(AgentMembersTest, WhatBeginsAfterANoticeThatCannotBeReadIsNotLostWithIt) 
   a().service.OnNextNotice(
       [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
   Future<std::string> anew;
+  absl::Notification is_begun;
   a().service.OnNextLost([&] {
     a().service.begun = 8;
     anew = a().Call(1, "echo", "again");
+    is_begun.Notify();
   });
   b().agent->Notify(0, Agent::NewNotice());
   b().service.AwaitLost(0).IgnoreError();
+  is_begun.WaitForNotification();
   const absl::StatusOr<std::string> echoed = anew.Wait();
   ASSERT_TRUE(echoed.ok()) << echoed.status();
   EXPECT_EQ(*echoed, "again");
