@@ -38,6 +38,8 @@ constexpr int64_t kLast = std::numeric_limits<int64_t>::max();  // no barrier's 
 
 // How long a thread that waits for others may take to notice that this worker was closed.
 constexpr absl::Duration kCheckInterval = absl::Seconds(1);
+// For what nobody says again if the store does not hear it; for whom less is left of the deadline.
+constexpr absl::Duration kLeaveTime = absl::Seconds(5);
 
 // After how long what a full store had no room for is said again, at first and at most; and how
 // long a thread that waits for that may take to notice that this worker was closed.
@@ -592,8 +594,8 @@ absl::Status Membership::PutEntryRight(Deadline deadline) {
     const auto say_left = [&](Deadline until) {
       return store_->Set(EntryKey(self_.rank), EncodeWorkerInfo(Left()), until);
     };
-    // Whatever the deadline: nobody looks again whether it is right, once this worker has left.
-    absl::Status said = Patiently(Deadline::Never(), say_left);
+    // Once this worker has left nobody looks again whether the entry is right.
+    absl::Status said = Patiently(std::max(deadline, Deadline::After(kLeaveTime)), say_left);
     if (!said.ok() && closed_) said = say_left(Deadline::After(kCheckInterval));
     DG_RETURN_IF_ERROR(said);
   }

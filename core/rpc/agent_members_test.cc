@@ -539,26 +539,32 @@ TEST_F(AgentMembersTest, APeerHearsOfTheEndOfAConnectionThatItNeverHad) {
   EXPECT_EQ(*b().Call(0, "echo", "y").Wait(), "y");
 }
 
-// A large packet waits for a connection of its own, which nobody opens if the one on which it is
-// asked for is dead. That is found all the same, though the peer is heard on another.
 // Until the peer has closed it, which may take its time, there are others with that peer.
 TEST_F(PlayedPeerTest, AConnectionThatIsGivenUpSaysNothingOfLaterOnes) {
   const Played old = Connect({.number = 1});
   old.Ping(1);
+  const auto lost = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
+  const std::string asked = old.end->Await(FrameKind::kBulk, 1);
+  WireReader reader(asked);
+  const uint64_t number = ReadFrame(reader)->link;
   x_.service.OnNextNotice(
       [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
   old.connection->Send(Agent::NewNotice(), nullptr);
   old.end->Await(FrameKind::kRefused, 1);
-  const Played live = Connect({.number = 2});
+  // It has opened that before it heard.
+  const Played bulk = Connect({.link = number, .number = 2});
+  const Played live = Connect({.number = 3});
   live.Ping(1);
   const Future<std::string> call = x_.Call(1, "keep");
-  for (int i = 2; i < 10; ++i) {
+  for (int i = 2; i < 12; ++i) {
     clock_.Advance(kLimit / 5);
     ASSERT_FALSE(call.Done()) << "beat " << i << ": " << call.Wait().status();
     live.Ping(i);
   }
 }
 
+// A large packet waits for a connection of its own, which nobody opens if the one on which it is
+// asked for is dead. That is found all the same, though the peer is heard on another.
 TEST_F(PlayedPeerTest, ADeadConnectionIsFoundThoughALargePacketWaits) {
   const auto large = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
   // The peer answers on a connection of its own alone.

@@ -347,6 +347,10 @@ absl::Status LinkTable::AdmitBulk(const std::shared_ptr<Link>& link, const Hello
     }
     link->SetPeer(hello.from, hello.from_incarnation);
     link->SetMain(main);
+    // The peer has opened it before it heard that the main one is given up. It ends with that, and
+    // must not be refused, which would say so in place of why.
+    const auto own = links_.find(link->number());
+    if (main->dropped() && own != links_.end()) Drop(own->second);
   }
   main->SetBulk(link);
   return absl::OkStatus();

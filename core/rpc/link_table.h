@@ -138,7 +138,7 @@ class LinkTable : public Link::Owner, public std::enable_shared_from_this<LinkTa
       kNone,
       kSilent,   // for so long that its peer is lost
       kStale,    // it is dead, and its peer lives
-      kDropped,  // it was refused, or its peer has come back
+      kDropped,  // it was refused or given up, or its peer has come back
     };
     std::shared_ptr<Link> link;
     absl::Time asked_for = absl::InfinitePast();  // when it was made, and then when it was opened

@@ -63,12 +63,14 @@ class RecordingConnection : public Connection {
   }
   void Close() override {
     closed = true;
+    if (tells_later) return;
     if (const auto receiver = receiver_.lock()) receiver->OnClosed(absl::CancelledError("closed"));
   }
 
   std::vector<std::string> sent;
   bool closed = false;
-  bool holds = false;  // nothing leaves before Release()
+  bool tells_later = false;  // the receiver does not hear of Close() yet
+  bool holds = false;        // nothing leaves before Release()
   std::deque<SendDone> held;
 
  private:
@@ -278,6 +280,19 @@ TEST_F(LinkTest, BehindTheLastWordsItWaitsForThePeerToClose) {
   link->OnClosed(absl::UnavailableError("the peer has closed it"));
   EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
   EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+}
+
+// The clock may end behind Close(), before the link hears of its end.
+TEST_F(LinkTest, OneThatIsClosedBehindItsLastWordsHasNoTimer) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  const auto connection = Connect(link);
+  connection->tells_later = true;
+  link->SendLast(Text("bye"), absl::InternalError("why"));
+  EXPECT_NE(clock_.NextTimer(), absl::InfiniteFuture());
+  link->Close(absl::CancelledError("end"));
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
+  link->OnClosed(absl::CancelledError("closed"));
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
 }
 
 // One that does not read, or does not close it, would keep it for good.
