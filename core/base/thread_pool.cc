@@ -53,29 +53,32 @@ absl::Status ThreadPool::Start() {
 }
 
 bool ThreadPool::Schedule(Task task) {
+  Task refused;  // destroyed outside the lock
   absl::MutexLock lock(&mu_);
   if (closed_) return false;
   tasks_.push_back(std::move(task));
-  absl::Cleanup take_back = [&] { TakeBack(&task); };
+  absl::Cleanup take_back = [&] { refused = TakeBack(); };
   if (!FillSlot() && threads_.empty() && borrowed_ == 0) return false;
   std::move(take_back).Cancel();
   return true;
 }
 
 bool ThreadPool::ScheduleNow(Task task) {
+  Task refused;  // destroyed outside the lock
   absl::MutexLock lock(&mu_);
   if (closed_ || !tasks_.empty() || running_ >= size_) return false;
   tasks_.push_back(std::move(task));
-  absl::Cleanup take_back = [&] { TakeBack(&task); };
+  absl::Cleanup take_back = [&] { refused = TakeBack(); };
   if (!FillSlot()) return false;
   std::move(take_back).Cancel();
   return true;
 }
 
-void ThreadPool::TakeBack(Task* task) {
+ThreadPool::Task ThreadPool::TakeBack() {
   mu_.AssertHeld();
-  *task = std::move(tasks_.back());
+  Task task = std::move(tasks_.back());
   tasks_.pop_back();
+  return task;
 }
 
 bool ThreadPool::ScheduleInline(Task task, const void* work) {

@@ -100,7 +100,7 @@ class ThreadPool final : private Blockable {
   // neither. Throws std::bad_alloc if there is no memory either to ask again later.
   bool FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes back the task that came last.
-  void TakeBack(Task* task) ABSL_ASSERT_EXCLUSIVE_LOCK(mu_);
+  Task TakeBack() ABSL_ASSERT_EXCLUSIVE_LOCK(mu_);
   void RetryLater() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status StartOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Runs what waits, with the slot of the calling thread.
