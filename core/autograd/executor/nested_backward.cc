@@ -76,15 +76,10 @@ State StateOf(const at::Tensor& leaf) {
   std::optional<LeavesLock> lock;
   if (!IsCallingPostAccumulateHookOf(leaf)) lock.emplace(absl::MakeConstSpan(&leaf, 1));
   const at::Tensor& gradient = leaf.grad();
-  State state{gradient.unsafeGetTensorImpl(), 0};
-  if (gradient.defined()) {
-    if (gradient.is_inference()) {
-      state.second.reset();
-    } else {
-      state.second = gradient._version();
-    }
-  }
-  return state;
+  const c10::TensorImpl* const tensor = gradient.unsafeGetTensorImpl();
+  if (!gradient.defined()) return {tensor, 0};
+  if (gradient.is_inference()) return {tensor, std::nullopt};
+  return {tensor, gradient._version()};
 }
 
 }  // namespace
