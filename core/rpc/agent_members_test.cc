@@ -358,6 +358,15 @@ class PlayedPeerTest : public testing::Test {
     return options;
   }
 
+  // The number by which "x" asks on that connection for another one, for large packets.
+  static uint64_t AwaitBulkNumber(const Played& main) {
+    const std::string asked = main.end->Await(FrameKind::kBulk, 1);
+    WireReader reader(asked);
+    const absl::StatusOr<Frame> bulk = ReadFrame(reader);
+    EXPECT_TRUE(bulk.ok()) << bulk.status();
+    return bulk.ok() ? bulk->link : 0;
+  }
+
   // Has "x" refuse a call to "y", as it has as many calls of its own as it may: that makes a
   // connection which is not open.
   void HaveACallRefused() {
@@ -544,9 +553,7 @@ TEST_F(PlayedPeerTest, AConnectionThatIsGivenUpSaysNothingOfLaterOnes) {
   const Played old = Connect({.number = 1});
   old.Ping(1);
   const auto lost = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
-  const std::string asked = old.end->Await(FrameKind::kBulk, 1);
-  WireReader reader(asked);
-  const uint64_t number = ReadFrame(reader)->link;
+  const uint64_t number = AwaitBulkNumber(old);
   x_.service.OnNextNotice(
       [](absl::FunctionRef<bool()>) { return absl::ResourceExhaustedError("no memory for it"); });
   old.connection->Send(Agent::NewNotice(), nullptr);
@@ -788,16 +795,14 @@ TEST_F(PlayedPeerTest, AnotherIncarnationTakesNoLargePackets) {
   const Played main = Connect({.number = 1});
   main.Ping(1);
   const auto call = x_.Call(1, "echo", std::string(2 * Link::kBulkBytes, 'x'));
-  const std::string asked = main.end->Await(FrameKind::kBulk, 1);
-  WireReader reader(asked);
-  const absl::StatusOr<Frame> bulk = ReadFrame(reader);
-  ASSERT_TRUE(bulk.ok());
+  const uint64_t number = AwaitBulkNumber(main);
+  ASSERT_NE(number, 0u);
   const Incarnation first = std::exchange(y_.incarnation, Incarnation{2} << 32);
-  const Played other = Connect({.link = bulk->link, .number = 2});
+  const Played other = Connect({.link = number, .number = 2});
   other.end->Await(FrameKind::kRefused, 1);
   EXPECT_EQ(other.end->Count(FrameKind::kRequest), 0);
   y_.incarnation = first;
-  Connect({.link = bulk->link, .number = 3}).end->Await(FrameKind::kRequest, 1);
+  Connect({.link = number, .number = 3}).end->Await(FrameKind::kRequest, 1);
 }
 
 // The same for a connection that we have opened; and we say what we have given up.
