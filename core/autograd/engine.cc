@@ -329,9 +329,9 @@ void Engine::HandleOfOnePass(WorkerRank from, Batch batch, RunHere here) {
       });
     }
   }
-  const bool is_refused =
-      found.run == nullptr || (!found.over.ok() && absl::c_any_of(batch.notices, IsCounted));
-  if (is_refused) {
+  const bool is_counted = absl::c_any_of(batch.notices, IsCounted);
+  if (found.run == nullptr && !is_counted) return;  // who sent them waits for nothing
+  if (found.run == nullptr || (is_counted && !found.over.ok())) {
     // What the pass failed with says who says it already.
     const absl::Status why = OriginOf(found.over).has_value()
                                  ? found.over

@@ -26,7 +26,8 @@ struct Limits {
   // Contexts of one origin that are open here.
   size_t contexts_per_peer = 4096;
 
-  // Connections whose handshake is not finished, and how long each may take for it ("socket").
+  // Connections whose handshake is not finished, and how long each may take for it ("socket"). The
+  // peer has as long to close a connection that is refused or given up.
   size_t unauthenticated = 256;
   absl::Duration handshake_timeout = absl::Seconds(10);
 };

@@ -57,7 +57,8 @@ impl Limits {
         self.0.unauthenticated_connections = connections;
         self
     }
-    /// Sets the timeout of the handshake of one connection; at least 1 ms. Default: 10 seconds.
+    /// Sets the timeout of the handshake of one connection, in which a peer also has to close one
+    /// that is refused or given up; at least 1 ms. Default: 10 seconds.
     pub fn handshake_timeout(mut self, timeout: Duration) -> Self {
         self.0.handshake_timeout_ms = not_zero_milliseconds(timeout);
         self

@@ -576,7 +576,8 @@ typedef struct dg_limits {
   uint64_t bytes_per_peer;      /* waiting to be sent to one peer, and of its calls here; 4 GiB */
   uint64_t contexts_per_peer;   /* open here, of one origin; 4096 */
   uint64_t unauthenticated_connections; /* whose handshake is not finished; 256 */
-  int64_t handshake_timeout_ms;         /* of one connection; 10 seconds */
+  int64_t handshake_timeout_ms;         /* of one connection, and for the peer to close one that is
+                                         * refused or given up; 10 seconds */
 } dg_limits;
 #define DG_LIMITS_INIT \
   { sizeof(dg_limits), 0, 0, 0, 0, 0, 0, 0, 0 }
