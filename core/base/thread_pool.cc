@@ -58,7 +58,11 @@ bool ThreadPool::Schedule(Task task) {
   if (closed_) return false;
   tasks_.push_back(std::move(task));
   absl::Cleanup take_back = [&] { refused = TakeBack(); };
-  if (!FillSlot() && threads_.empty() && borrowed_ == 0) return false;
+  if (NoThreads()) {
+    if (!TryFillSlot().ok()) return false;  // nobody would come to it later
+  } else {
+    FillSlot();
+  }
   std::move(take_back).Cancel();
   return true;
 }
@@ -69,7 +73,7 @@ bool ThreadPool::ScheduleNow(Task task) {
   if (closed_ || !tasks_.empty() || running_ >= size_) return false;
   tasks_.push_back(std::move(task));
   absl::Cleanup take_back = [&] { refused = TakeBack(); };
-  if (!FillSlot()) return false;
+  if (!TryFillSlot().ok()) return false;
   std::move(take_back).Cancel();
   return true;
 }
@@ -203,28 +207,34 @@ bool ThreadPool::Park() {
   return parked.has_slot;
 }
 
-bool ThreadPool::FillSlot() {
-  if (tasks_.empty() || running_ >= size_) return true;
+absl::Status ThreadPool::TryFillSlot() {
+  if (tasks_.empty() || running_ >= size_) return absl::OkStatus();
   ++running_;
   if (!parked_.empty()) {
     parked_.back()->has_slot = true;
     parked_.back()->wake.Signal();
     parked_.pop_back();
-    return true;
+    return absl::OkStatus();
   }
-  const absl::Status started = StartOne();
+  absl::Status started = StartOne();
   if (started.ok()) {
     short_of_threads_ = false;
-    return true;
+  } else {
+    --running_;
   }
-  --running_;
+  return started;
+}
+
+bool ThreadPool::FillSlot() {
+  const absl::Status filled = TryFillSlot();
+  if (filled.ok()) return true;
   RetryLater();
   if (std::exchange(short_of_threads_, true)) return false;
   try {
     DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
                     << threads_.size() << " threads: "
-                    << (started.message().empty() ? "there is no memory for another"
-                                                  : started.message());
+                    << (filled.message().empty() ? "there is no memory for another"
+                                                 : filled.message());
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nobody waits for the word
   }
   return false;

@@ -97,8 +97,11 @@ class ThreadPool final : private Blockable {
   // Waits for a slot or for the end; false if this thread is to end.
   bool Park() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Gives a free slot, if a task is waiting for one, to a parked or a new thread. False if there is
-  // neither. Throws std::bad_alloc if there is no memory either to ask again later.
+  // neither: then it says so in the log, and asks again later. Throws std::bad_alloc if there is no
+  // memory for that.
   bool FillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The same, but if there is neither it only returns why there is no new one.
+  absl::Status TryFillSlot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Takes back the task that came last.
   Task TakeBack() ABSL_ASSERT_EXCLUSIVE_LOCK(mu_);
   void RetryLater() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -14,9 +14,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
+#include "absl/strings/string_view.h"
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
@@ -28,6 +30,7 @@
 #include "core/base/deadline.h"
 #include "core/base/event_loop.h"
 #include "core/base/fake_clock.h"
+#include "core/base/log.h"
 #include "core/base/thread.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
@@ -605,6 +608,41 @@ TEST(NoThreadsTest, AThreadThatWasRefusedIsAskedForAgain) {
   if (!awaited.HasBeenNotified()) awaited.Notify();
   pool.Join();
   EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+}
+
+// It waits for nobody, and nobody says that it does.
+TEST(NoThreadsTest, AThreadForATaskThatIsRefusedIsNotAskedForAgain) {
+  FakeClock clock;
+  ThreadPool pool("p", 1, &clock);
+  std::atomic<int> lines = 0;
+  SetLogSink([&](LogSeverity, absl::string_view) { ++lines; });
+  const absl::Cleanup reset = [] { SetLogSink(nullptr); };
+  const auto expect_silence = [&] {
+    EXPECT_EQ(lines, 0);
+    EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+  };
+  {
+    const NoThreads no_threads;
+    EXPECT_FALSE(pool.Schedule([] {}));
+    expect_silence();
+  }
+  absl::Notification blocked, unblock;
+  ASSERT_TRUE(pool.Schedule([&] {
+    const BlockingScope blocking;
+    blocked.Notify();
+    unblock.WaitForNotification();
+  }));
+  blocked.WaitForNotification();
+  {
+    const NoThreads no_threads;
+    EXPECT_FALSE(pool.ScheduleNow([] {}));
+    expect_silence();
+    EXPECT_TRUE(pool.Schedule([] {}));  // This one does wait.
+    EXPECT_EQ(lines, 1);
+    EXPECT_NE(clock.NextTimer(), absl::InfiniteFuture());
+  }
+  unblock.Notify();
+  pool.Join();
 }
 
 // A retry that has not come is taken back.
