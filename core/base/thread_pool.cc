@@ -119,7 +119,14 @@ void ThreadPool::RunBorrowed(Task task, bool stays) {
       if (stays) RunTasks();
       --running_;
     }
-    FillSlot();
+    if (!threads_.empty()) {
+      FillSlot();
+    } else if (!TryFillSlot().ok()) {
+      // Nobody else may ever come to what waits.
+      ++running_;
+      RunTasks();
+      --running_;
+    }
     --borrowed_;
     WakeJoiners();
   });

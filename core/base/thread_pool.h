@@ -70,7 +70,8 @@ class ThreadPool final : private Blockable {
 
   // The same; but where fewer than `size` tasks run, and the calling thread handles events of a
   // loop that can do without it for `work` (EventLoop::CanRunDeferred), that thread runs the task,
-  // as one of these. With null `work` it then goes on with others that wait.
+  // as one of these. With null `work` it then goes on with others that wait, as it does where the
+  // pool has no thread of its own and gets none.
   bool ScheduleInline(Task task, const void* work = nullptr);
 
   // Takes no more tasks; those accepted still run.
@@ -109,7 +110,7 @@ class ThreadPool final : private Blockable {
   // Runs what waits, with the slot of the calling thread.
   void RunTasks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // For a borrowed thread: one that is not of the pool, runs a task of it, and then those that wait
-  // if it `stays`.
+  // if it `stays`, or if there is no other thread for them.
   bool TakeSlotForBorrowed();
   void RunBorrowed(Task task, bool stays);
   // Where a thread has ended.

@@ -300,11 +300,12 @@ TEST(ThreadPoolDeathTest, ATaskMustNotJoinItsOwnPool) {
       "joins its own pool");
 }
 
-// The thread that handles its events has time for one task.
+// The thread that handles its events has time for one task of `work`.
 class IdleLoop : public EventLoop {
  public:
+  explicit IdleLoop(const void* work = nullptr) : work_(work) {}
   void Run(absl::AnyInvocable<void()> task) override { task(); }
-  bool CanRunDeferred(const void* work) override { return !task_ && work == nullptr; }
+  bool CanRunDeferred(const void* work) override { return !task_ && work == work_; }
   void RunDeferred(absl::AnyInvocable<void()> task) override { task_ = std::move(task); }
 
   // What `handler` leaves behind.
@@ -315,7 +316,15 @@ class IdleLoop : public EventLoop {
     return std::exchange(task_, nullptr);
   }
 
+  // What it runs deferred as a task of `pool`, once that has a slot for it.
+  absl::AnyInvocable<void()> Defer(ThreadPool& pool) {
+    absl::AnyInvocable<void()> deferred;
+    while (deferred == nullptr) deferred = Handle([&] { pool.ScheduleInline([] {}, work_); });
+    return deferred;
+  }
+
  private:
+  const void* const work_;
   absl::AnyInvocable<void()> task_;
 };
 
@@ -377,6 +386,21 @@ TEST(ThreadPoolTest, WhatALoopCannotRunDeferredThePoolRuns) {
   const int work = 0;
   EXPECT_FALSE(loop.Handle([&] { pool.ScheduleInline([&] { ran.Notify(); }, &work); }));
   ran.WaitForNotification();
+}
+
+// Its user's, say, who waits for that work and for nothing else.
+TEST(ThreadPoolTest, ALoopsThreadLeavesWhatIsNotOfItsWorkToThePool) {
+  const int work = 0;
+  IdleLoop loop(&work);
+  ThreadPool pool("p", 1);
+  std::thread::id ran;
+  auto deferred = loop.Defer(pool);
+  ASSERT_TRUE(pool.Schedule([&] { ran = std::this_thread::get_id(); }));
+  pool.Close();
+  deferred();
+  pool.Join();
+  EXPECT_NE(ran, std::thread::id());
+  EXPECT_NE(ran, std::this_thread::get_id());
 }
 
 // ------------------------------------------------------------------------- No more threads
@@ -666,6 +690,26 @@ TEST(NoThreadsTest, APoolEndsWhileItsClockHasARetry) {
     EXPECT_EQ(ran, 1);
   }
   EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+}
+
+// The pool's own thread has gone home, and the machine gives none: who else would run it?
+TEST(NoThreadsTest, WhatWasAcceptedTheLoopsThreadRunsIfThereIsNoOther) {
+  const int work = 0;
+  IdleLoop loop(&work);
+  FakeClock clock;
+  bool ran = false;
+  ThreadPool pool("p", 1, &clock);
+  ASSERT_TRUE(pool.Start().ok());
+  auto deferred = loop.Defer(pool);
+  ASSERT_TRUE(pool.Schedule([&] { ran = true; }));
+  pool.Close();
+  while (pool.thread_count() > 1) std::this_thread::yield();
+  {
+    const NoThreads no_threads;
+    deferred();
+  }
+  EXPECT_TRUE(pool.Join());
+  EXPECT_TRUE(ran);
 }
 
 // As one may for which there is no memory.
