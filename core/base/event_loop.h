@@ -42,7 +42,7 @@ class EventLoop {
   // inline. This thread need not be woken for that, as a pool's would; and another thread is woken,
   // to wait for events meanwhile, only if some come. A borrowed thread runs only what it waits for.
   virtual bool CanRunDeferred(const void* work) { return false; }
-  // Runs `task` so, if it can.
+  // Runs `task` so, where that has just said that it can. Throws nothing.
   virtual void RunDeferred(absl::AnyInvocable<void()> task) { Run(std::move(task)); }
 
   // Borrows the calling thread, which does nothing else until it has destroyed what is returned. So

@@ -1,6 +1,7 @@
 // Gives slots to threads, replaces those that block, and asks again for threads refused.
 #include "core/base/thread_pool.h"
 
+#include <memory>
 #include <new>
 #include <utility>
 
@@ -87,15 +88,18 @@ ThreadPool::Task ThreadPool::TakeBack() {
 
 bool ThreadPool::ScheduleInline(Task task, const void* work) {
   EventLoop* const loop = EventLoop::Current();
-  if (loop == nullptr || !loop->CanRunDeferred(work) || !TakeSlotForBorrowed()) {
-    return Schedule(std::move(task));
-  }
-  // Should there be no memory for the rest.
-  absl::Cleanup give_slot_back = [this] { RunBorrowed([] {}, /*stays=*/false); };
-  const bool stays = work == nullptr;
-  loop->RunDeferred(
-      [this, task = std::move(task), stays]() mutable { RunBorrowed(std::move(task), stays); });
-  std::move(give_slot_back).Cancel();
+  if (loop == nullptr || !loop->CanRunDeferred(work)) return Schedule(std::move(task));
+  // All memory comes before the slot, which nobody would give back.
+  struct Deferred {
+    ThreadPool* const pool;
+    Task task;
+    const bool stays;
+  };
+  auto deferred = std::make_unique<Deferred>(Deferred{this, std::move(task), work == nullptr});
+  if (!TakeSlotForBorrowed()) return Schedule(std::move(deferred->task));
+  loop->RunDeferred([deferred = std::move(deferred)] {
+    deferred->pool->RunBorrowed(std::move(deferred->task), deferred->stays);
+  });
   return true;
 }
 

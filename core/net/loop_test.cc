@@ -17,6 +17,7 @@
 #include "absl/synchronization/notification.h"
 #include "core/base/clock.h"
 #include "core/base/future.h"
+#include "core/base/thread_pool.h"
 #include "tests/testing/fail_allocation.h"
 
 namespace distgrad {
@@ -307,6 +308,24 @@ TEST_F(LoopTest, SomebodyLeadsWhileATaskWaitsThoughMemoryLacked) {
     lack();
     const BlockingScope blocking;
     const bool failed = FailAllocation(-1);
+    loop.Run([ran] { ran->Notify(); });
+    EXPECT_TRUE(ran->WaitForNotificationWithTimeout(absl::Minutes(1)));
+    return failed;
+  });
+}
+
+// A pool that had none for what this thread was to run deferred leaves it to its loop.
+TEST_F(LoopTest, SomebodyLeadsWhileATaskWaitsThoughAPoolsMemoryLacked) {
+  RunWhileMemoryLacks(clock_.get(), [](Loop& loop, const auto& lack) -> bool {
+    ThreadPool pool("pool", 1);
+    lack();
+    try {
+      pool.ScheduleInline([] {});
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
+    }
+    const bool failed = FailAllocation(-1);
+    const auto ran = std::make_shared<absl::Notification>();
+    const BlockingScope blocking;
     loop.Run([ran] { ran->Notify(); });
     EXPECT_TRUE(ran->WaitForNotificationWithTimeout(absl::Minutes(1)));
     return failed;
