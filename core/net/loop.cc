@@ -197,7 +197,7 @@ bool Loop::CanRunDeferred(const void* work) {
 bool Loop::HasSuccessor() {
   {
     absl::MutexLock lock(&mu_);
-    if (own_ > 1) return true;
+    if (own_ > 1) return !queued_;
     ++own_;
   }
   try {
@@ -417,7 +417,11 @@ void Loop::StopLeading() {
   {
     absl::MutexLock lock(&mu_);
     is_last = own_ == 1;
-    if (!is_last) --own_;
+    if (is_last) {
+      queued_ = true;
+    } else {
+      --own_;
+    }
     sleeps_until_ = absl::InfiniteFuture();  // this thread does not
   }
   LeaveToOwn();
@@ -445,6 +449,10 @@ bool Loop::IsOver() {
 }
 
 void Loop::Work() {
+  {
+    absl::MutexLock lock(&mu_);
+    queued_ = false;  // if one was, it is this: there is no other that has not begun
+  }
   Spin spin;
   do {
     if (TryLead(Leader::kOwn)) {

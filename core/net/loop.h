@@ -149,8 +149,9 @@ class Loop : public EventLoop, private Blockable {
 
   absl::Mutex mu_;
   // Guarded by mu_.
-  bool idle_ ABSL_GUARDED_BY(mu_) = true;  // no thread works, or will
-  int own_ ABSL_GUARDED_BY(mu_) = 0;       // own threads that lead or follow
+  bool idle_ ABSL_GUARDED_BY(mu_) = true;     // no thread works, or will
+  int own_ ABSL_GUARDED_BY(mu_) = 0;          // own threads that lead or follow
+  bool queued_ ABSL_GUARDED_BY(mu_) = false;  // one of them is Work() that waits for a thread
   uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
   absl::flat_hash_map<uint64_t, std::shared_ptr<Handler>> handlers_ ABSL_GUARDED_BY(mu_);
   internal::TimerQueue timers_ ABSL_GUARDED_BY(mu_);

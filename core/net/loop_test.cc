@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <new>
 #include <set>
@@ -19,6 +20,7 @@
 #include "core/base/future.h"
 #include "core/base/thread_pool.h"
 #include "tests/testing/fail_allocation.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -330,6 +332,34 @@ TEST_F(LoopTest, SomebodyLeadsWhileATaskWaitsThoughAPoolsMemoryLacked) {
     EXPECT_TRUE(ran->WaitForNotificationWithTimeout(absl::Minutes(1)));
     return failed;
   });
+}
+
+// Of those that could take over one waits for a thread, which the machine refuses.
+TEST_F(LoopTest, NothingRunsAsideWhereNoOtherThreadWouldLead) {
+  absl::Notification over, end;
+  // Now no thread is free.
+  for (int i = 0; i < 20; ++i) RunDeferred(*loop_, [&] { end.WaitForNotification(); });
+  {
+    const NoThreads no_threads;
+    loop_->Run([&] {
+      { const BlockingScope blocking; }
+      loop_->Run([&] {
+        EXPECT_FALSE(loop_->CanRunDeferred(nullptr));
+        over.Notify();
+      });
+    });
+    over.WaitForNotification();
+  }
+  end.Notify();
+  // And now some are.
+  absl::Notification ran;
+  std::function<void()> defer = [&] {
+    if (!loop_->CanRunDeferred(nullptr)) return loop_->Run(defer);
+    loop_->RunDeferred([&] { ran.Notify(); });
+  };
+  loop_->Run(defer);
+  ran.WaitForNotification();
+  loop_ = nullptr;  // Its threads use what is here.
 }
 
 TEST_F(LoopTest, JoinWaitsForWhatRunsAside) {
