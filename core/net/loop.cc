@@ -260,8 +260,11 @@ std::unique_ptr<EventLoop::BorrowedThread> Loop::BorrowThread() {
     crowd_ = kCrowd;
     return nullptr;
   }
+  absl::Cleanup is_not = [this] { borrowed_ = false; };
+  auto borrowed = std::make_unique<BorrowedThread>(this);
+  std::move(is_not).Cancel();
   sleeps_alone_ = 0;
-  return std::make_unique<BorrowedThread>(this);
+  return borrowed;
 }
 
 void Loop::WakeBorrowedThread() {

@@ -137,6 +137,13 @@ TEST_F(LoopTest, ABorrowedThreadRunsWhatIsDue) {
   EXPECT_EQ(EventLoop::Current(), nullptr);
 }
 
+TEST_F(LoopTest, OneThatFindsNoMemoryToBorrowAThreadBorrowsTheNext) {
+  FailAllocation(0);
+  EXPECT_THROW(loop_->BorrowThread(), std::bad_alloc);
+  FailAllocation(-1);
+  EXPECT_NE(loop_->BorrowThread(), nullptr);
+}
+
 TEST_F(LoopTest, WhatABorrowedThreadLeavesTheOwnThreadDoes) {
   absl::Notification task_ran, timer_fired, later_ran;
   RunBorrowed(*loop_, [&] {
