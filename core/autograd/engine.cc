@@ -102,7 +102,7 @@ Engine::Engine(WorkerRank self, Incarnation incarnation, EngineNetwork* network,
                 .clock = *clock,
                 .trace = *trace,
                 .limits = limits,
-                .device_threads = std::make_unique<DeviceThreads>(pool)},
+                .device_threads = std::make_unique<DeviceThreads>(pool, clock)},
       contexts_(contexts),
       last_edge_(FirstCounter(incarnation)),
       last_pass_(FirstCounter(incarnation)) {}

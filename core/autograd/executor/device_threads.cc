@@ -13,7 +13,7 @@ ThreadPool* DeviceThreads::Of(c10::Device device) {
   if (const auto found = devices_.find(device); found != devices_.end()) {
     return found->second.get();
   }
-  auto thread = std::make_unique<ThreadPool>(absl::StrCat("dg-", device.str()), 1);
+  auto thread = std::make_unique<ThreadPool>(absl::StrCat("dg-", device.str()), 1, clock_);
   if (closed_) thread->Close();
   return devices_.emplace(device, std::move(thread)).first->second.get();
 }

@@ -15,6 +15,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/clock.h"
 #include "core/base/deadline.h"
 #include "core/base/thread_pool.h"
 
@@ -23,8 +24,8 @@ namespace distgrad {
 // Thread-safe. Destroying it waits for the threads; no execution may be running then.
 class DeviceThreads {
  public:
-  // `cpu` must outlive this.
-  explicit DeviceThreads(ThreadPool* cpu) : cpu_(cpu) {}
+  // Both must outlive this.
+  DeviceThreads(ThreadPool* cpu, Clock* clock) : cpu_(cpu), clock_(clock) {}
   DeviceThreads(const DeviceThreads&) = delete;
   DeviceThreads& operator=(const DeviceThreads&) = delete;
 
@@ -44,6 +45,7 @@ class DeviceThreads {
   std::vector<ThreadPool*> All() const;
 
   ThreadPool* const cpu_;
+  Clock* const clock_;
 
   mutable absl::Mutex mu_;
   std::unordered_map<c10::Device, std::unique_ptr<ThreadPool>> devices_ ABSL_GUARDED_BY(mu_);

@@ -332,13 +332,15 @@ void Execution::State::HandOver(uint8_t lane, ReadyNode node) {
   if (!lanes[lane].Put(node)) return;
   Begin();
   absl::Cleanup end = [this] { End(); };  // never the last: the caller is running
-  const bool scheduled = lanes[lane].threads()->Schedule([state = shared_from_this(), lane] {
+  ThreadPool& threads = *lanes[lane].threads();
+  absl::Status started = threads.Start();  // says why, where there is no thread
+  if (!started.ok()) return Fail(std::move(started));
+  const bool scheduled = threads.Schedule([state = shared_from_this(), lane] {
     state->OrFail([&] { state->RunLane(lane); });
     state->End();
   });
   if (!scheduled) {
-    Fail(absl::CancelledError("the thread pool of the execution was closed"));
-    return;
+    return Fail(absl::CancelledError("the thread pool of the execution was closed"));
   }
   std::move(end).Cancel();
 }

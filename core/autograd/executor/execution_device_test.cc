@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -27,10 +28,13 @@
 #include "core/autograd/executor/execution.h"
 #include "core/autograd/executor/executor_testing.h"
 #include "core/autograd/executor/graph.h"
+#include "core/base/blocking.h"
+#include "core/base/fake_clock.h"
 #include "core/base/thread_pool.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/testing/fake_device/fake_device.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -104,8 +108,9 @@ class DeviceExecution : public testing::TestWithParam<bool> {
 
   absl::Notification idle_;
   EventSink sink_;
+  FakeClock clock_;
   ThreadPool pool_{"cpu", 2};
-  DeviceThreads threads_{&pool_};
+  DeviceThreads threads_{&pool_, &clock_};
 };
 
 INSTANTIATE_TEST_SUITE_P(All, DeviceExecution, testing::Bool(), [](const auto& info) {
@@ -247,6 +252,48 @@ TEST_P(DeviceExecution, AClosedPoolIsAnError) {
   EXPECT_TRUE(absl::StrContains(status.message(), "closed")) << status;
 }
 
+TEST_P(DeviceExecution, AThreadThatIsNotToBeHadIsAnError) {
+  const Tensor root = Leaf(1, Device(0)) * 2;
+  const NoThreads no_threads;
+  const absl::Status status = Run({root});
+  if (!GetParam()) {
+    EXPECT_TRUE(status.ok()) << status << ", though it needs none";
+    return;
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "no thread for 'dg-")) << status;
+}
+
+// The device's only thread waits for a node of another pass, for which it is refused a second one.
+TEST_P(DeviceExecution, AThreadThatWasRefusedIsAskedForAgain) {
+  absl::Notification waits, other_ran, other_idle;
+  Spy::Body wait = [&](const variable_list&) {
+    const BlockingScope blocking;
+    waits.Notify();
+    EXPECT_TRUE(other_ran.WaitForNotificationWithTimeout(absl::Minutes(1)));
+  };
+  Spy::Body notify = [&](const variable_list&) { other_ran.Notify(); };
+  EventSink other_sink;
+  other_sink.on_idle = [&] { other_idle.Notify(); };
+  ExecutionOptions options;
+  if (GetParam()) options.device_threads = &threads_;
+  const auto first = Make(GraphOf({{Watch(Leaf(1, Device(0)), &wait)}}));
+  Execution other(GraphOf({{Watch(Leaf(1, Device(0)), &notify)}}), options, &other_sink);
+  std::thread feeder([&] { first->Feed(0, {Full(1, Device(0))}, {true}); });
+  waits.WaitForNotification();
+  variable_list gradients = {Full(1, Device(0))};
+  {
+    const NoThreads no_threads;
+    other.Feed(0, std::move(gradients), {true});
+  }
+  clock_.Advance(ThreadPool::kRetryDelay);
+  feeder.join();
+  idle_.WaitForNotification();
+  other_idle.WaitForNotification();
+  EXPECT_TRUE(first->status().ok()) << first->status();
+  EXPECT_TRUE(other.status().ok()) << other.status();
+}
+
 // ---- random programs over devices and streams ----
 
 // Whole numbers in doubles: sums do not depend on the order in which lanes make them.
@@ -330,7 +377,8 @@ class DevicePlacement : public testing::TestWithParam<bool> {
     absl::Mutex mu;
     sink.on_idle = [&mu] { absl::MutexLock lock(&mu); };  // has the condition below looked at
     ThreadPool pool("cpu", 2);
-    DeviceThreads threads(&pool);
+    FakeClock clock;
+    DeviceThreads threads(&pool, &clock);
     ExecutionOptions options;
     if (GetParam()) options.device_threads = &threads;
     Execution execution(GraphOf(sources), options, &sink);
