@@ -433,53 +433,50 @@ TEST(NoThreadsTest, APoolWithoutAThreadTakesNothing) {
 
 // A task is taken, and runs once there is memory for a thread, or is not taken.
 TEST(NoThreadsTest, ATaskThatFindsNoMemoryLeavesThePoolAsItWas) {
-  bool failed = true;
-  for (int nth = 0; failed; ++nth) {
-    SCOPED_TRACE(nth);
+  FailEachAllocation([](absl::FunctionRef<void()> lack) {
     ThreadPool pool("memory", 1);
     std::atomic<int> ran{0};
     int taken = 0;
-    FailAllocation(nth);
+    lack();
     try {
       taken += pool.Schedule([&] { ++ran; });
     } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
     }
-    failed = FailAllocation(-1);
+    const bool failed = FailAllocation(-1);
     taken += pool.Schedule([&] { ++ran; });
     pool.Join();
     EXPECT_EQ(ran, taken);
     EXPECT_EQ(taken, failed ? 1 : 2);
-  }
+    return failed;
+  });
 }
 
 // Nor does one that is started, and finds none, keep a slot.
 TEST(NoThreadsTest, AStartThatFindsNoMemoryLeavesThePoolAsItWas) {
-  bool failed = true;
-  for (int nth = 0; failed; ++nth) {
-    SCOPED_TRACE(nth);
+  FailEachAllocation([](absl::FunctionRef<void()> lack) {
     ThreadPool pool("memory", 1);
-    FailAllocation(nth);
+    lack();
     const absl::Status started = pool.Start();
-    failed = FailAllocation(-1);
+    const bool failed = FailAllocation(-1);
     EXPECT_EQ(started.code(),
               failed ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kOk);
     bool ran = false;
     EXPECT_TRUE(pool.Schedule([&] { ran = true; }));
     pool.Join();
     EXPECT_TRUE(ran);
-  }
+    return failed;
+  });
 }
 
 TEST(NoThreadsTest, ATaskForALoopThatFindsNoMemoryKeepsNoSlot) {
-  bool failed = true;
-  for (int nth = 0; failed; ++nth) {
-    SCOPED_TRACE(nth);
+  FailEachAllocation([](absl::FunctionRef<void()> lack) {
     IdleLoop loop;
     ThreadPool pool("memory", 1);
     std::atomic<int> ran{0};
     int taken = 0;
+    bool failed = false;
     auto deferred = loop.Handle([&] {
-      FailAllocation(nth);
+      lack();
       try {
         taken += pool.ScheduleInline([&] { ++ran; }, nullptr);
       } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
@@ -491,87 +488,83 @@ TEST(NoThreadsTest, ATaskForALoopThatFindsNoMemoryKeepsNoSlot) {
     pool.Join();
     EXPECT_EQ(ran, taken);
     EXPECT_EQ(taken, failed ? 1 : 2);
-  }
+    return failed;
+  });
 }
 
 // The only thread waits for a task, for whose thread memory lacked: nothing else ever happens here.
 TEST(NoThreadsTest, AThreadForWhichMemoryLackedIsAskedForAgain) {
   const std::unique_ptr<Clock> clock = NewSystemClock().value();
-  for (const int count : {1, 20}) {
-    bool failed = true;
-    for (int nth = 0; failed; ++nth) {
-      ThreadPool pool("memory", 1, clock.get());
-      absl::Notification blocked, awaited;
-      ASSERT_TRUE(pool.Schedule([&] {
-        const BlockingScope blocking;
-        blocked.Notify();
-        EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1))) << nth;
-      }));
-      blocked.WaitForNotification();
-      FailAllocation(nth, count);
-      bool taken = false;
-      try {
-        taken = pool.Schedule([&] { awaited.Notify(); });
-      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
-      }
-      failed = FailAllocation(-1);
-      if (!taken) taken = pool.Schedule([&] { awaited.Notify(); });
-      ASSERT_TRUE(taken);
-      pool.Join();
+  FailEachAllocation([&](absl::FunctionRef<void()> lack) {
+    ThreadPool pool("memory", 1, clock.get());
+    absl::Notification blocked, awaited;
+    EXPECT_TRUE(pool.Schedule([&] {
+      const BlockingScope blocking;
+      blocked.Notify();
+      EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1)));
+    }));
+    blocked.WaitForNotification();
+    lack();
+    bool taken = false;
+    try {
+      taken = pool.Schedule([&] { awaited.Notify(); });
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it is not taken
     }
-  }
+    const bool failed = FailAllocation(-1);
+    if (!taken) taken = pool.Schedule([&] { awaited.Notify(); });
+    EXPECT_TRUE(taken);
+    pool.Join();
+    return failed;
+  });
 }
 
 // Nor does a thread that gives its slot away as it waits lose what waits for that.
 TEST(NoThreadsTest, AThreadThatWaitsFindsNoMemoryForAnother) {
   const std::unique_ptr<Clock> clock = NewSystemClock().value();
-  for (const int count : {1, 20}) {
-    bool failed = true;
-    for (int nth = 0; failed; ++nth) {
-      ThreadPool pool("memory", 1, clock.get());
-      absl::Notification both_came;
-      ASSERT_TRUE(pool.Schedule([&] {
-        const auto awaited = std::make_shared<absl::Notification>();
-        EXPECT_TRUE(pool.Schedule([awaited] { awaited->Notify(); }));
-        both_came.Notify();
-        FailAllocation(nth, count);
-        const BlockingScope blocking;
-        failed = FailAllocation(-1);
-        EXPECT_TRUE(awaited->WaitForNotificationWithTimeout(absl::Minutes(1))) << nth;
-      }));
-      both_came.WaitForNotification();
-      pool.Join();
-    }
-  }
+  FailEachAllocation([&](absl::FunctionRef<void()> lack) {
+    bool failed = false;
+    ThreadPool pool("memory", 1, clock.get());
+    absl::Notification both_came;
+    EXPECT_TRUE(pool.Schedule([&] {
+      const auto awaited = std::make_shared<absl::Notification>();
+      EXPECT_TRUE(pool.Schedule([awaited] { awaited->Notify(); }));
+      both_came.Notify();
+      lack();
+      const BlockingScope blocking;
+      failed = FailAllocation(-1);
+      EXPECT_TRUE(awaited->WaitForNotificationWithTimeout(absl::Minutes(1)));
+    }));
+    both_came.WaitForNotification();
+    pool.Join();
+    return failed;
+  });
 }
 
 TEST(NoThreadsTest, ARetryThatFindsNoMemoryIsNotTheLast) {
-  for (const int count : {1, 20}) {
-    bool failed = true;
-    for (int nth = 0; failed; ++nth) {
-      FakeClock clock;
-      ThreadPool pool("memory", 1, &clock);
-      absl::Notification blocked, awaited;
-      ASSERT_TRUE(pool.Schedule([&] {
-        const BlockingScope blocking;
-        blocked.Notify();
-        awaited.WaitForNotification();
-      }));
-      blocked.WaitForNotification();
-      {
-        const NoThreads no_threads;
-        ASSERT_TRUE(pool.Schedule([&] { awaited.Notify(); }));
-      }
-      FailAllocation(nth, count);
-      clock.Advance(ThreadPool::kRetryDelay);
-      failed = FailAllocation(-1);
-      clock.Advance(ThreadPool::kRetryDelay);
-      EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1))) << nth;
-      if (!awaited.HasBeenNotified()) awaited.Notify();
-      pool.Join();
-      EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+  FailEachAllocation([](absl::FunctionRef<void()> lack) {
+    FakeClock clock;
+    ThreadPool pool("memory", 1, &clock);
+    absl::Notification blocked, awaited;
+    EXPECT_TRUE(pool.Schedule([&] {
+      const BlockingScope blocking;
+      blocked.Notify();
+      awaited.WaitForNotification();
+    }));
+    blocked.WaitForNotification();
+    {
+      const NoThreads no_threads;
+      EXPECT_TRUE(pool.Schedule([&] { awaited.Notify(); }));
     }
-  }
+    lack();
+    clock.Advance(ThreadPool::kRetryDelay);
+    const bool failed = FailAllocation(-1);
+    clock.Advance(ThreadPool::kRetryDelay);
+    EXPECT_TRUE(awaited.WaitForNotificationWithTimeout(absl::Minutes(1)));
+    if (!awaited.HasBeenNotified()) awaited.Notify();
+    pool.Join();
+    EXPECT_EQ(clock.NextTimer(), absl::InfiniteFuture());
+    return failed;
+  });
 }
 
 // An exception there would end the process.

@@ -255,29 +255,25 @@ TEST_F(LoopTest, ATaskThatWaitsDoesNotHoldUpWhatRunsAside) {
   may_wait.WaitForNotification();
 }
 
-// Runs `in_task` in a task of a loop, where memory lacks once that has called `lack`: again and
-// again, so that each allocation is once the first one to fail, alone or with those behind it,
-// until it returns that none has. Of the loop's threads all but the leader are busy, or some are
-// free.
+// Runs `in_task` in a task of a loop, where memory lacks as in FailEachAllocation(). Of the loop's
+// threads all but the leader are busy, or some are free.
 void RunWhileMemoryLacks(
     Clock* clock, absl::FunctionRef<bool(Loop& loop, absl::FunctionRef<void()> lack)> in_task) {
   for (const int busy : {20, 0}) {
-    for (const int count : {1, 20}) {
-      bool failed = true;
-      for (int nth = 0; failed; ++nth) {
-        SCOPED_TRACE(absl::StrCat(busy, " threads are busy, and ", count,
-                                  " allocations fail from number ", nth, " on"));
-        absl::Notification over, ends;
-        const std::unique_ptr<Loop> loop = Loop::Start("loop-test", clock).value();
-        for (int i = 0; i < busy; ++i) RunDeferred(*loop, [&] { ends.WaitForNotification(); });
-        loop->Run([&] {
-          failed = in_task(*loop, [&] { FailAllocation(nth, count); });
-          over.Notify();
-        });
-        over.WaitForNotification();
-        ends.Notify();
-      }
-    }
+    SCOPED_TRACE(absl::StrCat(busy, " threads are busy"));
+    FailEachAllocation([&](absl::FunctionRef<void()> lack) {
+      bool failed = false;
+      absl::Notification over, ends;
+      const std::unique_ptr<Loop> loop = Loop::Start("loop-test", clock).value();
+      for (int i = 0; i < busy; ++i) RunDeferred(*loop, [&] { ends.WaitForNotification(); });
+      loop->Run([&] {
+        failed = in_task(*loop, lack);
+        over.Notify();
+      });
+      over.WaitForNotification();
+      ends.Notify();
+      return failed;
+    });
   }
 }
 
@@ -296,19 +292,17 @@ TEST_F(LoopTest, WhatRunsAsideIsKeptUntilThereIsMemoryForIt) {
 
 // It ends as it is given up again, with nobody to wait for.
 TEST_F(LoopTest, OneThatFindsNoMemoryDoesNotStart) {
-  for (const int count : {1, 20}) {
-    bool failed = true;
-    for (int nth = 0; failed; ++nth) {
-      FailAllocation(nth, count);
-      try {
-        const auto loop = Loop::Start("loop-test", clock_.get());
-        failed = FailAllocation(-1);
-        EXPECT_TRUE(failed || loop.ok()) << loop.status();
-      } catch (const std::bad_alloc&) {
-        failed = FailAllocation(-1);
-      }
+  FailEachAllocation([&](absl::FunctionRef<void()> lack) {
+    lack();
+    try {
+      const auto loop = Loop::Start("loop-test", clock_.get());
+      const bool failed = FailAllocation(-1);
+      EXPECT_TRUE(failed || loop.ok()) << loop.status();
+      return failed;
+    } catch (const std::bad_alloc&) {
+      return FailAllocation(-1);
     }
-  }
+  });
 }
 
 TEST_F(LoopTest, SomebodyLeadsWhileATaskWaitsThoughMemoryLacked) {

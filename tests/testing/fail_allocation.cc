@@ -6,6 +6,8 @@
 #include <new>
 #include <utility>
 
+#include "gtest/gtest.h"
+
 namespace {
 
 thread_local int left = -1;  // before the one that fails
@@ -46,6 +48,16 @@ bool FailAllocation(int nth, int count) {
   left = nth;
   fail = count;
   return std::exchange(failed, false);
+}
+
+void FailEachAllocation(absl::FunctionRef<bool(absl::FunctionRef<void()> lack)> f) {
+  for (const int count : {1, 20}) {
+    for (int nth = 0; f([&] { FailAllocation(nth, count); }); ++nth) {
+      // A trace would not reach the other threads.
+      ASSERT_FALSE(testing::Test::HasFailure())
+          << "where " << count << " allocations failed, from number " << nth << " on";
+    }
+  }
 }
 
 }  // namespace distgrad
