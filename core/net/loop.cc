@@ -237,12 +237,7 @@ void Loop::Join() {
     over_ = true;
     std::swap(timers, timers_);
   }
-  for (;;) {
-    Task task;
-    absl::MutexLock lock(&mu_);
-    if (tasks_.empty()) return;
-    task = std::move(tasks_.front());
-    tasks_.pop_front();
+  while (TakeTask() != nullptr) {
   }
 }
 
@@ -364,6 +359,14 @@ bool Loop::HandleEvents(int patience) {
   return n > 0;
 }
 
+Loop::Task Loop::TakeTask() {
+  absl::MutexLock lock(&mu_);
+  if (tasks_.empty()) return nullptr;
+  Task task = std::move(tasks_.front());
+  tasks_.pop_front();
+  return task;
+}
+
 bool Loop::RunDue() {
   size_t due;
   {
@@ -382,12 +385,7 @@ bool Loop::RunDue() {
     due = tasks_.size();
   }
   for (; due > 0; --due) {
-    Task task;
-    {
-      absl::MutexLock lock(&mu_);
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
-    }
+    Task task = TakeTask();
     Blockable::SetCurrent(this);
     task();
     task = nullptr;

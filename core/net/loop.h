@@ -108,6 +108,8 @@ class Loop : public EventLoop, private Blockable {
   // Handles the events that there are, or come within `patience` milliseconds; returns whether
   // there were any.
   bool HandleEvents(int patience = 0);
+  // Takes the first task out of the queue; null if there is none.
+  Task TakeTask();
   // Runs what is due. Returns whether this thread still leads.
   bool RunDue();
   // Ends this thread's leadership, and sees to it that an own thread follows: the task that runs
