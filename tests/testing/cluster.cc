@@ -29,15 +29,22 @@ Cluster::Cluster(const ClusterOptions& options)
       workers_(options.workers) {
   std::vector<std::thread> threads;
   for (int i = 0; i < options.workers; ++i) {
-    threads.emplace_back([this, i] {
-      WorkerOptions options = OptionsOf(i);
-      options.name = WorkerName(i);
-      options.rank = i;
-      options.world_size = options_.workers;
-      workers_[i] = Create(std::move(options));
-    });
+    threads.emplace_back([this, i] { workers_[i] = Start(i); });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+std::unique_ptr<Worker> Cluster::Start(int i) const {
+  WorkerOptions options = OptionsOf(i);
+  options.name = WorkerName(i);
+  options.rank = i;
+  options.world_size = options_.workers;
+  return Create(std::move(options));
+}
+
+void Cluster::Restart(int i) {
+  Kill(i);
+  workers_[i] = Start(i);
 }
 
 std::unique_ptr<Worker> Cluster::Join(std::string name) {

@@ -49,9 +49,12 @@ class Cluster {
 
   // Ends a worker without a farewell.
   void Kill(int i) { workers_[i].reset(); }
+  // Kills a worker, and starts it again: it comes back under its name.
+  void Restart(int i);
 
  private:
   WorkerOptions OptionsOf(int i) const;
+  std::unique_ptr<Worker> Start(int i) const;
 
   const ClusterOptions options_;
   const std::shared_ptr<Store> store_;

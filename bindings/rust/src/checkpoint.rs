@@ -268,7 +268,8 @@ impl CheckpointManagerOptions {
         self.keep = keep;
         self
     }
-    /// Sets whether a save may lack tensors or optimizers' states that the newest checkpoint has.
+    /// Sets whether a save may lack tensors or optimizers' states that the newest checkpoint has,
+    /// or have those of a worker that was started again since the last save or load and not loaded.
     /// Else it is refused: their worker is gone, or a part forgets them, and older checkpoints are
     /// removed. Default: false.
     #[doc(alias = "DG_CHECKPOINT_ALLOW_DROPPING")]
@@ -448,10 +449,11 @@ impl CheckpointManager<'_> {
     /// two steps. After an error, which names the worker, the checkpoints that were there are still
     /// there.
     ///
-    /// `Code::FailedPrecondition`, with a list, if it would lack what the newest checkpoint has
-    /// ([`allow_dropping`](CheckpointManagerOptions::allow_dropping)), if replicas differ, and if a
-    /// worker has no part; `Code::AlreadyExists` if somebody else's folder has the name of that
-    /// step; the error of a `save_values`.
+    /// `Code::FailedPrecondition`, with a list, if it would lack what the newest checkpoint has, if
+    /// a worker has come back since this manager's last save or load and was not loaded
+    /// ([`allow_dropping`](CheckpointManagerOptions::allow_dropping) allows both), if replicas
+    /// differ, and if a worker has no part; `Code::AlreadyExists` if somebody else's folder has the
+    /// name of that step; the error of a `save_values`.
     #[doc(alias = "dg_checkpoint_manager_save")]
     pub fn save(&self, step: i64, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);

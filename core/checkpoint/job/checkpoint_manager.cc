@@ -20,6 +20,7 @@
 #include "core/base/blocking.h"
 #include "core/base/crc32c.h"
 #include "core/base/error_list.h"
+#include "core/base/ids.h"
 #include "core/base/log.h"
 #include "core/base/origin.h"
 #include "core/base/random.h"
@@ -251,6 +252,9 @@ absl::Status CheckReplicas(const std::vector<std::string>& workers,
       "; give those that are not replicas names of their own, or save when replicas are equal"));
 }
 
+// Which worker had a part, by names.
+using Incarnations = std::map<std::string, Incarnation>;
+
 // Whether the manager, which is on `leader`, sees what a worker says that it has written.
 absl::Status CheckWritten(const Worker& leader, const std::string& folder,
                           const ManifestWorker& worker) {
@@ -272,6 +276,7 @@ struct Saving {
   int64_t step;
   Deadline deadline;
   uint64_t token;
+  Incarnations incarnations;
 };
 
 // An empty path is a program's mistake, such as a variable that is not set, and not a folder
@@ -368,7 +373,7 @@ enum class Reached { kNothing, kGone, kDamaged, kSomeIsLoaded };
 
 absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& parts,
                                          const StepFolder& from, const LoadOptions& options,
-                                         Reached* reached) {
+                                         Reached* reached, Incarnations* incarnations) {
   *reached = Reached::kNothing;
   if (from.has_other_name()) {
     *reached = Reached::kDamaged;
@@ -416,6 +421,7 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
         is_damaged = true;
         break;
       }
+      (*incarnations)[parts.workers()[i]] = reply->incarnation;
       loaded.missing.insert(loaded.missing.end(), reply->missing.begin(), reply->missing.end());
       loaded.mismatched.insert(loaded.mismatched.end(), reply->mismatched.begin(),
                                reply->mismatched.end());
@@ -450,7 +456,8 @@ absl::Status NotNotFound(const absl::Status& status) {
 
 absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& parts,
                                           const std::string& folder, const LoadOptions& options,
-                                          Reached* reached, StepFolders::Damaged* damaged) {
+                                          Reached* reached, StepFolders::Damaged* damaged,
+                                          Incarnations* incarnations) {
   *reached = Reached::kNothing;
   const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder);
   if (absl::IsNotFound(steps.status())) return steps.status();
@@ -499,7 +506,7 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
   for (size_t i = 0;; ++i) {
     const absl::StatusOr<LoadedCheckpoint> loaded =
-        LoadOne(leader, parts, *candidates[i], options, reached);
+        LoadOne(leader, parts, *candidates[i], options, reached, incarnations);
     if (loaded.ok()) return loaded;
     // Also where it is not passed over: the program may ask for an older one.
     if (*reached == Reached::kDamaged) {
@@ -520,11 +527,12 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
 }
 
-// `damaged` gets those that were found to be.
+// `damaged` gets those that were found to be, `incarnations` whom it has loaded if it succeeds.
 absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& folder,
                                             const LoadOptions& options,
                                             const CheckpointManagerOptions& of,
-                                            StepFolders::Damaged* damaged) {
+                                            StepFolders::Damaged* damaged,
+                                            Incarnations* incarnations) {
   DG_RETURN_IF_ERROR(CheckFolder(folder));
   const absl::StatusOr<Parts> parts = Parts::Of(worker, of);
   if (!parts.ok()) return NotNotFound(parts.status());
@@ -535,7 +543,7 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
   for (int i = 1;; ++i) {
     Reached reached = Reached::kNothing;
     absl::StatusOr<LoadedCheckpoint> loaded =
-        LoadFrom(*worker, *parts, path, options, &reached, damaged);
+        LoadFrom(*worker, *parts, path, options, &reached, damaged, incarnations);
     if (reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
   }
 }
@@ -546,7 +554,8 @@ absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::strin
                                                 const LoadOptions& options,
                                                 const CheckpointManagerOptions& of) {
   StepFolders::Damaged damaged;
-  return LoadNewest(worker, folder, options, of, &damaged);
+  Incarnations incarnations;
+  return LoadNewest(worker, folder, options, of, &damaged, &incarnations);
 }
 
 // On a thread that has written for a manager: which one.
@@ -610,8 +619,11 @@ class CheckpointManager::Impl {
 
   absl::StatusOr<LoadedCheckpoint> Load(const LoadOptions& options) {
     DG_RETURN_IF_ERROR(TakeTurn(options.deadline));
-    absl::StatusOr<LoadedCheckpoint> loaded =
-        Caught([&] { return LoadNewest(worker_, folders_->path(), options, options_, &damaged_); });
+    Incarnations incarnations;
+    absl::StatusOr<LoadedCheckpoint> loaded = Caught([&] {
+      return LoadNewest(worker_, folders_->path(), options, options_, &damaged_, &incarnations);
+    });
+    if (loaded.ok()) Remember(loaded->step, std::move(incarnations));
     EndTurn();
     return loaded;
   }
@@ -677,7 +689,7 @@ class CheckpointManager::Impl {
   absl::StatusOr<Saving> Hold(int64_t step, Deadline deadline, bool copy) {
     if (step < 0) return absl::InvalidArgumentError(absl::StrCat("the step is ", step));
     DG_ASSIGN_OR_RETURN(Parts parts, Parts::Of(worker_, options_));
-    Saving saving{std::move(parts), step, deadline, RandomNumber()};
+    Saving saving{std::move(parts), step, deadline, RandomNumber(), {}};
     DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, saving.parts.Plans(deadline));
     if (!options_.allow_dropping) DG_RETURN_IF_ERROR(CheckNothingIsDropped(plans));
     DG_ASSIGN_OR_RETURN(std::vector<HoldRequest> holds, Divide(saving.parts.workers(), plans));
@@ -689,12 +701,36 @@ class CheckpointManager::Impl {
     }
     DG_ASSIGN_OR_RETURN(const std::vector<std::string> replies,
                         saving.parts.CallAll(kCheckpointHold, payloads, saving.token, deadline));
-    const absl::Status same = CheckReplicas(saving.parts.workers(), replies);
-    if (!same.ok()) {
+    absl::Status good = CheckNoneIsFresh(replies, &saving);
+    if (good.ok()) good = CheckReplicas(saving.parts.workers(), replies);
+    if (!good.ok()) {
       saving.parts.Drop(saving.token);
-      return same;
+      return good;
     }
     return saving;
+  }
+
+  // A worker that was started again has none of what it was trained to; nor would a job have that
+  // any more, `keep` saves later.
+  absl::Status CheckNoneIsFresh(const std::vector<std::string>& replies, Saving* saving) const {
+    const std::vector<std::string>& workers = saving->parts.workers();
+    for (size_t i = 0; i < workers.size(); ++i) {
+      DG_ASSIGN_OR_RETURN(const HoldReply reply, DecodeHoldReply(replies[i]));
+      saving->incarnations[workers[i]] = reply.incarnation;
+      const auto before = last_incarnations_.find(workers[i]);
+      if (before == last_incarnations_.end() || before->second == reply.incarnation) continue;
+      if (reply.loaded || options_.allow_dropping) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "worker '", workers[i], "' has come back since the checkpoint of step ", last_step_,
+          ", and its part '", options_.name, "' has not been loaded: load first; or, if it has its",
+          " values from elsewhere, set allow_dropping"));
+    }
+    return absl::OkStatus();
+  }
+
+  void Remember(int64_t step, Incarnations incarnations) {
+    last_step_ = step;
+    last_incarnations_ = std::move(incarnations);
   }
 
   // The older checkpoints, which have it, will be removed.
@@ -725,6 +761,7 @@ class CheckpointManager::Impl {
     const absl::Status committed =
         Caught([&] { return folders_->Commit(*attempt, *std::move(manifest)); });
     if (!committed.ok()) return OfLeader(*worker_, committed);
+    Remember(saving.step, saving.incarnations);
     return OfLeader(*worker_,
                     Annotate(folders_->Prune(options_.keep, damaged_),
                              "it is saved, but an older checkpoint could not be removed"));
@@ -759,6 +796,9 @@ class CheckpointManager::Impl {
   // Of whoever has the turn.
   const std::unique_ptr<StepFolders> folders_;
   StepFolders::Damaged damaged_;  // as its loads have found
+  // Of the last save or load.
+  int64_t last_step_ = 0;
+  Incarnations last_incarnations_;
 
   absl::Mutex mu_;
   bool busy_ ABSL_GUARDED_BY(mu_) = false;

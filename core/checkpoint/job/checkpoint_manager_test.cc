@@ -993,6 +993,74 @@ TEST_F(CheckpointManagerTest, ASaveWithoutWhatTheLastOneHasIsRefused) {
   EXPECT_TRUE(allowed.ok()) << allowed;
 }
 
+// Its launcher has started it again, and no call has failed: after `keep` saves of its fresh
+// weights there would be nothing else.
+TEST_F(CheckpointManagerTest, AWorkerThatHasComeBackIsNotSavedBeforeItIsLoaded) {
+  Cluster cluster({.workers = 2});
+  Layer a(1);
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  std::unique_ptr<CheckpointPart> part_b;
+  const auto start_b = [&] {
+    part_b = nullptr;
+    const Layer b(2);
+    part_b = Part(cluster[1], {.tensors = b.Tensors("b")});
+  };
+  const auto restart_b = [&] {
+    part_b = nullptr;
+    cluster.Restart(1);
+    start_b();
+  };
+  // A call may find the connection to the one that is gone.
+  const auto save = [](CheckpointManager& manager, int64_t step) {
+    absl::Status saved;
+    const Deadline end = Deadline::After(absl::Minutes(1));
+    do {
+      saved = manager.Save(step);
+    } while (absl::IsUnavailable(saved) && !end.Passed());
+    return saved;
+  };
+  start_b();
+  auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  restart_b();
+  const auto check = [&](int64_t step) {
+    for (const bool async : {false, true}) {
+      const absl::Status refused =
+          async ? manager->SaveAsync(step + 1).status() : save(*manager, step + 1);
+      EXPECT_EQ(refused.code(), Code::kFailedPrecondition) << refused;
+      EXPECT_TRUE(absl::StrContains(
+          refused.message(),
+          absl::StrCat("worker 'worker1' has come back since the checkpoint of step ", step)))
+          << refused;
+    }
+    EXPECT_FALSE(fs::exists(absl::StrCat(folder_, "/step-00000", step + 1)));
+  };
+  check(1);
+  // Any load does, and what has been loaded may be trained and saved.
+  ASSERT_TRUE(LoadCheckpoint(&cluster[0], folder_).ok());
+  EXPECT_TRUE(manager->Save(2).ok());
+  EXPECT_TRUE(manager->Save(3).ok());
+  // In the same worker a program knows what it gives a part.
+  start_b();
+  EXPECT_TRUE(manager->Save(4).ok());
+  // Who has come back since a load has not that either.
+  manager = nullptr;
+  manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Load().ok());
+  restart_b();
+  check(4);
+  ASSERT_TRUE(manager->Load().ok());
+  EXPECT_TRUE(manager->Save(5).ok());
+  // It may have its weights from elsewhere.
+  manager = nullptr;
+  manager = Manager(cluster[0], {.allow_dropping = true});
+  ASSERT_TRUE(manager->Save(6).ok());
+  restart_b();
+  const absl::Status allowed = save(*manager, 7);
+  EXPECT_TRUE(allowed.ok()) << allowed;
+  part_b = nullptr;
+}
+
 // Two layers that were given one name; or replicas before their average is taken.
 TEST_F(CheckpointManagerTest, ReplicasThatDifferAreNotSaved) {
   Cluster cluster({.workers = 2});

@@ -71,11 +71,13 @@ absl::StatusOr<HoldRequest> DecodeHold(absl::string_view text) {
 }
 
 absl::StatusOr<std::string> Encode(const HoldReply& reply) {
-  return JsonText({{"checksums", reply.checksums}});
+  return JsonText({{"incarnation", reply.incarnation},
+                   {"loaded", reply.loaded},
+                   {"checksums", reply.checksums}});
 }
 absl::StatusOr<HoldReply> DecodeHoldReply(absl::string_view text) {
   return Decode(text, [](const Json& json) {
-    HoldReply reply;
+    HoldReply reply{Whole<Incarnation>(json.at("incarnation")), json.at("loaded").get<bool>(), {}};
     for (const auto& [name, sum] : json.at("checksums").get_ref<const Json::object_t&>()) {
       reply.checksums[name] = Whole<uint32_t>(sum);
     }
@@ -110,12 +112,14 @@ absl::StatusOr<CheckRequest> DecodeCheck(absl::string_view text) {
 }
 
 absl::StatusOr<std::string> Encode(const CheckReply& reply) {
-  return JsonText(
-      {{"missing", reply.missing}, {"mismatched", reply.mismatched}, {"damage", reply.damage}});
+  return JsonText({{"incarnation", reply.incarnation},
+                   {"missing", reply.missing},
+                   {"mismatched", reply.mismatched},
+                   {"damage", reply.damage}});
 }
 absl::StatusOr<CheckReply> DecodeCheckReply(absl::string_view text) {
   return Decode(text, [](const Json& json) {
-    CheckReply reply;
+    CheckReply reply{.incarnation = Whole<Incarnation>(json.at("incarnation"))};
     json.at("missing").get_to(reply.missing);
     json.at("mismatched").get_to(reply.mismatched);
     json.at("damage").get_to(reply.damage);

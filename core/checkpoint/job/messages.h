@@ -19,6 +19,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "core/base/ids.h"
 
 namespace distgrad {
 
@@ -51,6 +52,8 @@ struct HoldRequest {
   std::set<std::string> replicas;  // tensors that other workers have, too: their checksums
 };
 struct HoldReply {
+  Incarnation incarnation = 0;                // of the worker
+  bool loaded = false;                        // since the part was made
   std::map<std::string, uint32_t> checksums;  // of the replicas
 };
 
@@ -70,8 +73,9 @@ struct CheckRequest {
 };
 // What does not fit, each with a text for people; strict or not.
 struct CheckReply {
-  std::vector<std::string> missing;
-  std::vector<std::string> mismatched;
+  Incarnation incarnation = 0;  // of the worker
+  std::vector<std::string> missing = {};
+  std::vector<std::string> mismatched = {};
   // Which file is damaged, or not there, and how; empty if none is. No error code says that: any
   // other thing that fails on the way may have the same.
   std::string damage = {};

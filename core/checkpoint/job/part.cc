@@ -27,6 +27,7 @@
 #include "core/base/blocking.h"
 #include "core/base/cancellation.h"
 #include "core/base/crc32c.h"
+#include "core/base/ids.h"
 #include "core/base/origin.h"
 #include "core/base/status.h"
 #include "core/checkpoint/job/json_text.h"
@@ -87,6 +88,13 @@ absl::Status Copy(absl::FunctionRef<absl::Status()> check, TensorMap* tensors) {
     tensor = to.view(tensor.scalar_type());
   }
   return absl::OkStatus();
+}
+
+Incarnation IncarnationOf(const Worker& worker) {
+  for (const Member& member : worker.members()) {
+    if (member.rank == worker.rank()) return member.incarnation;
+  }
+  return 0;  // it has left
 }
 
 // The files of a checkpoint, each opened when something of it is asked for. For one thread.
@@ -175,7 +183,10 @@ absl::Status CheckpointOptimizer::operator()(Use use) const { return use_(use); 
 class CheckpointPart::Impl {
  public:
   Impl(Worker* worker, std::string name, CheckpointContents contents)
-      : worker_(worker), name_(std::move(name)), contents_(std::move(contents)) {}
+      : worker_(worker),
+        name_(std::move(name)),
+        contents_(std::move(contents)),
+        incarnation_(IncarnationOf(*worker)) {}
 
   Worker* worker() const { return worker_; }
   const std::string& name() const { return name_; }
@@ -294,7 +305,7 @@ class CheckpointPart::Impl {
                            ": what is large belongs into a tensor"));
         }
       }
-      HoldReply reply;
+      HoldReply reply{incarnation_, loaded_, {}};
       for (const std::string& name : hold.replicas) {
         const auto found = contents_.tensors.find(name);
         if (found == contents_.tensors.end()) {
@@ -358,12 +369,12 @@ class CheckpointPart::Impl {
       DG_ASSIGN_OR_RETURN(Manifest manifest, ParseManifest(*text));
       Staged staged{
           check.token, std::make_unique<Shards>(check.folder, std::move(manifest)), {}, {}};
-      CheckReply reply;
+      CheckReply reply{.incarnation = incarnation_};
       const absl::Status fits = Stage(request, check, &staged, &reply);
       // What else is read here are these files.
       if (absl::IsDataLoss(fits)) {
         return Encode(
-            CheckReply{.missing = {}, .mismatched = {}, .damage = std::string(fits.message())});
+            CheckReply{.incarnation = incarnation_, .damage = std::string(fits.message())});
       }
       DG_RETURN_IF_ERROR(fits);
       // What does not fit is not loaded.
@@ -395,14 +406,8 @@ class CheckpointPart::Impl {
                                           return LoadState(parts->state, &optimizer, parts->form);
                                         }));
       }
-      if (contents_.load_values == nullptr) return std::string();
-      const Manifest& manifest = staged.shards->manifest();
-      LoadedValues loaded{manifest.step, {}, {}};
-      for (const ManifestWorker& worker : manifest.workers) {
-        loaded.workers[worker.name] = worker.values;
-        if (worker.name == worker_->name()) loaded.values = worker.values;
-      }
-      DG_RETURN_IF_ERROR(CallProgram("load_values", [&] { return contents_.load_values(loaded); }));
+      DG_RETURN_IF_ERROR(LoadValues(staged.shards->manifest()));
+      loaded_ = true;
       return std::string();
     });
   }
@@ -511,6 +516,16 @@ class CheckpointPart::Impl {
     }
     return Annotate(WithOrigin(std::move(status), {worker_->rank(), ErrorOrigin::By::kHandler}),
                     name);
+  }
+
+  absl::Status LoadValues(const Manifest& manifest) const {
+    if (contents_.load_values == nullptr) return absl::OkStatus();
+    LoadedValues loaded{manifest.step, {}, {}};
+    for (const ManifestWorker& worker : manifest.workers) {
+      loaded.workers[worker.name] = worker.values;
+      if (worker.name == worker_->name()) loaded.values = worker.values;
+    }
+    return CallProgram("load_values", [&] { return contents_.load_values(loaded); });
   }
 
   // Errors name the optimizer. One that was removed is no part that is not there, nor a checkpoint.
@@ -642,6 +657,7 @@ class CheckpointPart::Impl {
   Worker* const worker_;
   const std::string name_;
   const CheckpointContents contents_;
+  const Incarnation incarnation_;  // of the worker
   // What claims the name is the last that goes.
   const std::array<std::string, 6> functions_{
       absl::StrCat(kCheckpointHold, name_),  absl::StrCat(kCheckpointWrite, name_),
@@ -656,6 +672,7 @@ class CheckpointPart::Impl {
   // Of whoever has the turn.
   std::optional<Held> held_;
   std::optional<Staged> staged_;
+  bool loaded_ = false;
 };
 
 absl::StatusOr<std::unique_ptr<CheckpointPart>> CheckpointPart::Create(Worker* worker,
