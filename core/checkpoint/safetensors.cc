@@ -65,6 +65,18 @@ class SummingWriter {
   uint32_t sum_ = 0;
 };
 
+// kInvalidArgument if one of these elements is neither 0 nor 1: whoever computes with it may do
+// anything. Quick where none is.
+absl::Status CheckBools(absl::string_view bytes) {
+  unsigned char bits = 0;
+  for (const char byte : bytes) bits |= static_cast<unsigned char>(byte);
+  if (bits <= 1) return absl::OkStatus();
+  const auto is_bad = [](char byte) { return byte != 0 && byte != 1; };
+  const char bad = *std::find_if(bytes.begin(), bytes.end(), is_bad);
+  return absl::InvalidArgumentError(
+      absl::StrCat("it is BOOL and has a byte ", static_cast<unsigned char>(bad)));
+}
+
 // The beginning of a file, and the names of its tensors in the order of the file, which are those
 // of the map.
 struct LaidOut {
@@ -126,8 +138,14 @@ absl::Status Save(const TensorMap& tensors, const std::string& path,
   DG_RETURN_IF_ERROR(writer.Write(layout->header));
   checksums.header = writer.TakeSum();
   for (const std::string* name : layout->order) {
-    DG_RETURN_IF_ERROR(ForEachPiece(tensors.at(*name),
-                                    [&](absl::string_view bytes) { return writer.Write(bytes); }));
+    const at::Tensor& tensor = tensors.at(*name);
+    const bool is_bool = tensor.scalar_type() == at::kBool;
+    DG_RETURN_IF_ERROR(ForEachPiece(tensor, [&](absl::string_view bytes) {
+      // No load would take it.
+      const absl::Status good = is_bool ? CheckBools(bytes) : absl::OkStatus();
+      if (good.ok()) return writer.Write(bytes);
+      return Annotate(Annotate(good, QuoteName(*name)), absl::StrCat("saving ", path));
+    }));
     checksums.tensors[*name] = writer.TakeSum();
   }
   checksums.size = writer.size();
@@ -283,15 +301,7 @@ absl::Status SafetensorsFile::ReadRowMajor(uint64_t offset, const at::Tensor& te
   const at::Tensor to = AsBits(tensor);
   const at::Tensor piece = at::empty(to.sizes(), at::dtype(to.scalar_type()).device(at::kCPU));
   DG_RETURN_IF_ERROR(ReadBytes(offset, piece.mutable_data_ptr(), piece.nbytes()));
-  if (is_bool) {
-    // Whoever computes with another one may do anything.
-    for (const char byte : BytesOf(piece)) {
-      if (byte != 0 && byte != 1) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("it is BOOL and has a byte ", static_cast<unsigned char>(byte)));
-      }
-    }
-  }
+  if (is_bool) DG_RETURN_IF_ERROR(CheckBools(BytesOf(piece)));
   to.copy_(piece);
   return absl::OkStatus();
 }
@@ -309,7 +319,9 @@ absl::StatusOr<uint32_t> SafetensorsFile::Checksum(
   for (uint64_t at = info->begin; at < info->end; at += piece.size()) {
     if (check != nullptr) DG_RETURN_IF_ERROR(check());
     piece.resize(std::min<uint64_t>(info->end - at, kSummedBytes));
-    DG_RETURN_IF_ERROR(Annotated(ReadBytes(data_ + at, piece.data(), piece.size()), name));
+    absl::Status read = ReadBytes(data_ + at, piece.data(), piece.size());
+    if (read.ok() && info->dtype == at::kBool) read = CheckBools(piece);
+    DG_RETURN_IF_ERROR(Annotated(read, name));
     sum = Crc32c(piece, sum);
   }
   return sum;

@@ -48,14 +48,14 @@ struct SafetensorsSaveOptions {
 // has returned on the disk (durable_file.h). Tensors that are contiguous and on the CPU are written
 // from where they are; of others at most 16 MiB at a time are copied. They must not change
 // meanwhile. Those that share memory are each written in full. kInvalidArgument for tensors that
-// are sparse, or of a dtype that the format lacks; errors of the file as of DurableFile. All errors
-// name the file.
+// are sparse, or of a dtype that the format lacks, and for a BOOL that is neither 0 nor 1; errors
+// of the file as of DurableFile. All errors name the file.
 absl::Status SaveSafetensors(const TensorMap& tensors, const std::string& path,
                              const std::map<std::string, std::string>& metadata = {},
                              const SafetensorsSaveOptions& options = {});
 
 // Returns the error that SaveSafetensors() has for these before it touches any file: of a name or
-// metadata that are not UTF-8, say.
+// metadata that are not UTF-8, say. Looks at no element.
 absl::Status CheckSafetensors(const TensorMap& tensors,
                               const std::map<std::string, std::string>& metadata = {});
 
@@ -73,8 +73,8 @@ class SafetensorsFile {
 
   const SafetensorsHeader& header() const { return header_; }
   uint64_t size() const { return size_; }
-  // CRC-32C of all in front of the tensors; and, which reads it, of a tensor. `check` is as of
-  // SafetensorsSaveOptions.
+  // CRC-32C of all in front of the tensors; and, which reads it, of a tensor, with the errors of
+  // Read(). `check` is as of SafetensorsSaveOptions.
   uint32_t header_checksum() const { return header_checksum_; }
   absl::StatusOr<uint32_t> Checksum(const std::string& name,
                                     const std::function<absl::Status()>& check = nullptr) const;

@@ -384,6 +384,12 @@ TEST_F(SafetensorsTest, WhatDoesNotFitIsListedAndNothingIsWritten) {
 }
 
 TEST_F(SafetensorsTest, ABoolIsZeroOrOne) {
+  const at::Tensor bad = at::full({2, 3}, 2, at::kByte).view(at::kBool);
+  for (const at::Tensor& each : {bad, bad.t()}) {
+    ExpectError(SaveSafetensors({{"no", each}}, path_), absl::StatusCode::kInvalidArgument,
+                "'no': it is BOOL and has a byte 2");
+    EXPECT_FALSE(std::filesystem::exists(path_));
+  }
   Save({{"yes", at::ones({3}, at::kBool)}});
   std::string content = Content();
   content.back() = '\2';
@@ -392,6 +398,8 @@ TEST_F(SafetensorsTest, ABoolIsZeroOrOne) {
   const at::Tensor given = at::zeros({3}, at::kBool);
   ExpectError(LoadSafetensorsInto(path_, {{"yes", given}}), absl::StatusCode::kInvalidArgument,
               "it is BOOL and has a byte 2");
+  ExpectError(SafetensorsFile::Open(path_)->Checksum("yes").status(),
+              absl::StatusCode::kInvalidArgument, "it is BOOL and has a byte 2");
   EXPECT_FALSE(given.any().item<bool>());
 }
 

@@ -36,6 +36,7 @@
 #include "core/base/origin.h"
 #include "core/checkpoint/durable_file.h"
 #include "core/checkpoint/job/checkpoint_folder.h"
+#include "core/checkpoint/job/manifest.h"
 #include "core/checkpoint/job/messages.h"
 #include "core/checkpoint/safetensors.h"
 #include "core/checkpoint/safetensors_header.h"
@@ -1172,6 +1173,46 @@ TEST_F(CheckpointManagerTest, DamageBetweenTheTwoReadsIsFound) {
     EXPECT_EQ(loaded.code(), Code::kDataLoss) << loaded;
     EXPECT_TRUE(absl::StrContains(loaded.message(), file)) << loaded;
   }
+}
+
+// No load would take it, nor does a computation.
+TEST_F(CheckpointManagerTest, ABoolIsZeroOrOne) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  TensorMap tensors = a.Tensors("a");
+  const at::Tensor m = at::full({3}, 255, at::kByte).view(at::kBool);
+  tensors["m"] = m;
+  const auto part = Part(cluster[0], {.tensors = tensors});
+  const auto manager = Manager(cluster[0]);
+  for (const bool async : {false, true}) {
+    const absl::Status saved = async ? manager->SaveAsync(1)->Wait().status() : manager->Save(1);
+    EXPECT_EQ(saved.code(), Code::kInvalidArgument) << saved;
+    EXPECT_TRUE(absl::StrContains(saved.message(), "worker 'worker0'")) << saved;
+    EXPECT_TRUE(absl::StrContains(saved.message(), "'m': it is BOOL and has a byte 255")) << saved;
+  }
+  EXPECT_TRUE(Names().empty());
+  m.fill_(true);
+  for (const int64_t step : {1, 2}) ASSERT_TRUE(manager->Save(step).ok());
+  // One that somebody else has written, with the right checksum.
+  const std::string folder = folder_ + "/step-000002";
+  absl::StatusOr<Manifest> manifest = ReadManifest(folder);
+  ASSERT_TRUE(manifest.ok()) << manifest.status();
+  ManifestFile& file = manifest->workers[0].files[0];
+  std::string bytes = Read(absl::StrCat(folder, "/", file.name));
+  bytes.back() = '\xff';
+  Write(absl::StrCat(folder, "/", file.name), bytes);
+  file.checksums.tensors["m"] = Crc32c("\1\1\xff");
+  Write(folder + "/manifest.json", *EncodeManifest(*manifest));
+  a.Step(1);
+  const at::Tensor weight = a.weight.detach().clone();
+  const absl::Status loaded = manager->Load().status();
+  EXPECT_EQ(loaded.code(), Code::kDataLoss) << loaded;
+  EXPECT_TRUE(absl::StrContains(loaded.message(), absl::StrCat(folder, "/", file.name))) << loaded;
+  EXPECT_TRUE(absl::StrContains(loaded.message(), "it is BOOL and has a byte 255")) << loaded;
+  EXPECT_TRUE(at::equal(a.weight, weight)) << "nothing is loaded";
+  const absl::StatusOr<LoadedCheckpoint> older = manager->Load({.fall_back = true});
+  ASSERT_TRUE(older.ok()) << older.status();
+  EXPECT_EQ(older->step, 1);
 }
 
 TEST_F(CheckpointManagerTest, MistakesAreErrors) {

@@ -582,9 +582,14 @@ class CheckpointPart::Impl {
     }
     for (const auto& [name, file] : staged->tensors) {
       DG_ASSIGN_OR_RETURN(const SafetensorsFile* const open, shards.Open(*file));
-      DG_ASSIGN_OR_RETURN(const uint32_t sum,
-                          open->Checksum(name, [&] { return CheckGoesOn(request, check.token); }));
-      if (sum != file->checksums.tensors.at(name)) return shards.DamagedTensor(*file, name);
+      const absl::StatusOr<uint32_t> sum =
+          open->Checksum(name, [&] { return CheckGoesOn(request, check.token); });
+      // A BOOL that no load takes, though it may be what was saved.
+      if (absl::IsInvalidArgument(sum.status())) {
+        return absl::DataLossError(absl::StrCat("it is damaged: ", sum.status().message()));
+      }
+      DG_RETURN_IF_ERROR(sum.status());
+      if (*sum != file->checksums.tensors.at(name)) return shards.DamagedTensor(*file, name);
     }
     return StageWhatSharesMemory(request, check, staged, reply);
   }
