@@ -100,7 +100,8 @@ void Worker::OnMember(std::function<void(const MemberEvent&)> callback) {
   impl_->OnMember(std::move(callback));
 }
 absl::Status Worker::Leave(Deadline deadline) { return impl_->Leave(deadline); }
-absl::Status Worker::UpdateMembers() { return impl_->UpdateMembers(impl_->DefaultDeadline()); }
+absl::Status Worker::UpdateMembers() { return UpdateMembers(DefaultDeadline()); }
+absl::Status Worker::UpdateMembers(Deadline deadline) { return impl_->UpdateMembers(deadline); }
 size_t Worker::context_count() const { return impl_->context_count(); }
 WorkerMetrics Worker::Metrics() const { return impl_->Metrics(); }
 absl::Status Worker::StartTrace() { return StartTrace(TraceOptions{}); }

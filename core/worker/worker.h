@@ -87,8 +87,10 @@ class Worker {
   Deadline DefaultDeadline() const;
   // Returns "'name' (rank)", for messages; of a rank that it does not know, the rank.
   std::string Describe(WorkerRank worker) const;
-  // Reads the members from the store, and waits for that.
+  // Reads the members from the store, and waits for that; without a deadline until
+  // DefaultDeadline().
   absl::Status UpdateMembers();
+  absl::Status UpdateMembers(Deadline deadline);
 
   // Calls `callback` when a member has joined, has left or is lost: once for each event, in their
   // order, on a thread of this worker's pool, where it may wait as a handler may. The worker hears

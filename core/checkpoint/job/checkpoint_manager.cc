@@ -69,7 +69,8 @@ auto Caught(const F& f) -> decltype(f()) {
 // The parts of a checkpoint on these workers. Thread-safe.
 class Parts {
  public:
-  static absl::StatusOr<Parts> Of(Worker* worker, const CheckpointManagerOptions& options) {
+  static absl::StatusOr<Parts> Of(Worker* worker, const CheckpointManagerOptions& options,
+                                  Deadline deadline) {
     if (!options.workers.empty()) {
       std::set<std::string> names;
       for (const std::string& name : options.workers) {
@@ -80,7 +81,8 @@ class Parts {
       return Parts(worker, options.name, options.workers);
     }
     // Who has joined, and was not heard of, would be left out.
-    DG_RETURN_IF_ERROR(Annotate(worker->UpdateMembers(), "asking who is in the job"));
+    const Deadline until = std::min(deadline, worker->DefaultDeadline());
+    DG_RETURN_IF_ERROR(Annotate(worker->UpdateMembers(until), "asking who is in the job"));
     return Parts(worker, options.name, worker->names());
   }
 
@@ -534,7 +536,7 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
                                             StepFolders::Damaged* damaged,
                                             Incarnations* incarnations) {
   DG_RETURN_IF_ERROR(CheckFolder(folder));
-  const absl::StatusOr<Parts> parts = Parts::Of(worker, of);
+  const absl::StatusOr<Parts> parts = Parts::Of(worker, of, options.deadline);
   if (!parts.ok()) return NotNotFound(parts.status());
   const std::string path = Absolute(folder);
   DG_RETURN_IF_ERROR(OfLeader(*worker, CheckIsNoCheckpoint(path)));
@@ -688,7 +690,7 @@ class CheckpointManager::Impl {
   // Has all parts keep what they are to save.
   absl::StatusOr<Saving> Hold(int64_t step, Deadline deadline, bool copy) {
     if (step < 0) return absl::InvalidArgumentError(absl::StrCat("the step is ", step));
-    DG_ASSIGN_OR_RETURN(Parts parts, Parts::Of(worker_, options_));
+    DG_ASSIGN_OR_RETURN(Parts parts, Parts::Of(worker_, options_, deadline));
     Saving saving{std::move(parts), step, deadline, RandomNumber(), {}};
     DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, saving.parts.Plans(deadline));
     if (!options_.allow_dropping) DG_RETURN_IF_ERROR(CheckNothingIsDropped(plans));

@@ -15,6 +15,7 @@
 #include <torch/optim/sgd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
@@ -40,10 +41,12 @@
 #include "core/checkpoint/job/messages.h"
 #include "core/checkpoint/safetensors.h"
 #include "core/checkpoint/safetensors_header.h"
+#include "core/membership/store/in_process_store.h"
 #include "core/optim/local_optimizer.h"
 #include "core/worker/optimizer.h"
 #include "gtest/gtest.h"
 #include "tests/testing/cluster.h"
+#include "tests/testing/forwarding_store.h"
 #include "tests/testing/no_descriptors.h"
 
 namespace distgrad {
@@ -1104,6 +1107,55 @@ TEST_F(CheckpointManagerTest, ASaveWaitsForItsTurnUntilItsDeadline) {
   }
   EXPECT_EQ(Names(), Strings{"step-000001"});
   EXPECT_TRUE(manager->Save(2).ok());
+}
+
+// Remembers until when a thread's questions may take. Thread-safe.
+class TimedStore final : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    Remember(deadline);
+    return ForwardingStore::Add(key, amount, deadline);
+  }
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    Remember(deadline);
+    return ForwardingStore::GetEach(keys, deadline);
+  }
+  // Calls `f`, and returns the latest deadline of the questions that its thread asks.
+  Deadline LatestIn(const std::function<void()>& f) {
+    asker_ = std::this_thread::get_id();
+    latest_ = Deadline(absl::InfinitePast());
+    f();
+    asker_ = std::thread::id();
+    return latest_;
+  }
+
+ private:
+  void Remember(Deadline deadline) {
+    if (asker_ == std::this_thread::get_id()) latest_ = std::max(latest_, deadline);
+  }
+
+  std::atomic<std::thread::id> asker_{std::thread::id()};
+  Deadline latest_ = absl::InfinitePast();  // the asker's
+};
+
+TEST_F(CheckpointManagerTest, TheStoreIsAskedNoLongerThanASaveOrLoadMayTake) {
+  const auto store = std::make_shared<TimedStore>(NewInProcessStore());
+  Cluster cluster({.workers = 1, .store = store});
+  const auto part = Part(cluster[0], {.tensors = {{"x", at::ones({1})}}});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  // Less than a store is asked for at once where there is no deadline.
+  const Deadline deadline = Deadline::After(absl::Milliseconds(100));
+  for (const std::function<void()>& f : std::vector<std::function<void()>>{
+           [&] { manager->Save(2, deadline).IgnoreError(); },
+           [&] { manager->SaveAsync(3, deadline).IgnoreError(); },
+           [&] { manager->Load({.deadline = deadline}).IgnoreError(); },
+           [&] { LoadCheckpoint(&cluster[0], folder_, {.deadline = deadline}).IgnoreError(); }}) {
+    EXPECT_FALSE(deadline < store->LatestIn(f));
+  }
+  // And no longer than by the worker's options.
+  EXPECT_FALSE(store->LatestIn([&] { EXPECT_TRUE(manager->Save(4).ok()); }).is_never());
 }
 
 // They run on the thread that has written.
