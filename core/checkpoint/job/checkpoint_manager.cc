@@ -306,7 +306,13 @@ std::string Absolute(const std::string& folder) {
 // is saved there would go when that checkpoint is removed. kInvalidArgument says which to give.
 absl::Status CheckIsNoCheckpoint(const std::string& path) {
   const absl::StatusOr<Manifest> itself = ReadManifest(path);
-  if (!itself.ok()) return absl::OkStatus();
+  std::error_code error;
+  // What it has to do with is said of what is no folder.
+  const bool has_none =
+      absl::IsNotFound(itself.status()) || !std::filesystem::is_directory(path, error);
+  if (has_none) return absl::OkStatus();
+  DG_RETURN_IF_ERROR(
+      Annotate(itself.status(), absl::StrCat("asking whether ", path, " is one checkpoint")));
   return absl::InvalidArgumentError(absl::StrCat(
       path, " is one checkpoint, of step ", itself->step, ": give the folder that it is in, ",
       std::filesystem::path(path).parent_path().string(), ", and that step"));

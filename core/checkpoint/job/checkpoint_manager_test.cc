@@ -258,6 +258,15 @@ TEST_F(CheckpointManagerTest, TheFolderOfOneCheckpointIsNotThatOfAJob) {
         << status;
   }
   EXPECT_FALSE(fs::exists(one + "/.lock"));
+  const std::string manifest = Read(one + "/manifest.json");
+  FlipLastBit(one + "/manifest.json");
+  for (const absl::Status& status : {LoadCheckpoint(&cluster[0], one).status(),
+                                     CheckpointManager::Create(&cluster[0], one).status()}) {
+    EXPECT_EQ(status.code(), Code::kDataLoss) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), one + "/manifest.json")) << status;
+  }
+  EXPECT_FALSE(fs::exists(one + "/.lock"));
+  Write(one + "/manifest.json", manifest);
   EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_, {.step = 7}).ok());
 }
 
