@@ -1276,6 +1276,64 @@ TEST_F(CheckpointManagerTest, ABoolIsZeroOrOne) {
   EXPECT_EQ(older->step, 1);
 }
 
+// It has waited for an optimizer that somebody else uses, say, while its caller gave it up.
+TEST_F(CheckpointManagerTest, ALoadThatWasGivenUpLoadsNothingMore) {
+  Cluster cluster({.workers = 2});
+  Layer a(1);
+  auto adam = LocalOptimizer(std::move(a.adam));
+  int loaded_values = 0;
+  const auto part = Part(cluster[1], {.tensors = a.Tensors("a"),
+                                      .optimizers = {{"adam", &adam}},
+                                      .load_values = [&](const LoadedValues&) {
+                                        ++loaded_values;
+                                        return absl::OkStatus();
+                                      }});
+  ASSERT_TRUE(Manager(cluster[0], {.workers = {WorkerName(1)}})->Save(1).ok());
+  const std::string folder = folder_ + "/step-000001";
+  const absl::StatusOr<std::string> check =
+      Encode(CheckRequest{.token = 7,
+                          .folder = folder,
+                          .manifest = Crc32c(Read(folder + "/manifest.json")),
+                          .strict = true});
+  const auto call = [&](absl::string_view function, const std::string& payload) {
+    return cluster[0].CallAsync(WorkerName(1), std::string(function), {payload, {}});
+  };
+  ASSERT_TRUE(call(kCheckpointCheck, *check).Wait().ok());
+  // Tells that a call that was cancelled after the load knows of it, and so does the load.
+  absl::Notification serves, knows;
+  ASSERT_TRUE(cluster[1]
+                  .Register("wait",
+                            [&](Request& request) -> absl::StatusOr<Message> {
+                              request.cancellation->OnCancel([&knows] { knows.Notify(); });
+                              serves.Notify();
+                              knows.WaitForNotification();
+                              return Message{};
+                            })
+                  .ok());
+  const auto rate = [](torch::optim::Optimizer& of) -> double {
+    return of.param_groups()[0].options().get_lr();
+  };
+  const absl::Status used = adam.Use([&](torch::optim::Optimizer& of) {
+    of.param_groups()[0].options().set_lr(0.7);
+    const uint32_t before = a.weight._version();  // of the last of the tensors
+    const Future<Message> load = call(kCheckpointLoad, EncodeToken(7)), wait = call("wait", "");
+    while (a.weight._version() == before && !load.Done()) std::this_thread::yield();
+    serves.WaitForNotification();
+    load.Cancel();
+    wait.Cancel();
+    knows.WaitForNotification();
+    return absl::OkStatus();
+  });
+  ASSERT_TRUE(used.ok()) << used;
+  ASSERT_TRUE(call(kCheckpointPlan, "{}").Wait().ok()) << "which waits for its turn";
+  EXPECT_EQ(loaded_values, 0);
+  ASSERT_TRUE(adam.Use([&](torch::optim::Optimizer& of) {
+                    EXPECT_EQ(rate(of), 0.7);
+                    return absl::OkStatus();
+                  })
+                  .ok());
+}
+
 TEST_F(CheckpointManagerTest, MistakesAreErrors) {
   Cluster cluster({.workers = 2});
   // Not kNotFound, at which a program begins at step 0.

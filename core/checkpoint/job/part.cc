@@ -401,11 +401,15 @@ class CheckpointPart::Impl {
         }
       }
       for (const auto& [name, parts] : staged.optimizers) {
-        DG_RETURN_IF_ERROR(UseOptimizer(name, contents_.optimizers.at(name),
-                                        [parts = &parts](torch::optim::Optimizer& optimizer) {
-                                          return LoadState(parts->state, &optimizer, parts->form);
-                                        }));
+        DG_RETURN_IF_ERROR(
+            UseOptimizer(name, contents_.optimizers.at(name),
+                         [&, parts = &parts](torch::optim::Optimizer& optimizer) -> absl::Status {
+                           // Somebody else may have used it for long.
+                           DG_RETURN_IF_ERROR(CheckGoesOn(request, token));
+                           return LoadState(parts->state, &optimizer, parts->form);
+                         }));
       }
+      DG_RETURN_IF_ERROR(CheckGoesOn(request, token));
       DG_RETURN_IF_ERROR(LoadValues(staged.shards->manifest()));
       loaded_ = true;
       return std::string();
