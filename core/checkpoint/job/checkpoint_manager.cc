@@ -14,6 +14,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/cord.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
@@ -281,15 +282,6 @@ struct Saving {
   Incarnations incarnations;
 };
 
-// An empty path is a program's mistake, such as a variable that is not set, and not a folder
-// without checkpoints.
-absl::Status CheckFolder(const std::string& folder) {
-  if (!folder.empty() && folder.find('\0') == std::string::npos) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      "the folder of the checkpoints is an empty path, or has a "
-      "zero byte in it");
-}
-
 std::string Absolute(const std::string& folder) {
   std::error_code error;
   const std::filesystem::path path = std::filesystem::absolute(folder, error);
@@ -300,6 +292,20 @@ std::string Absolute(const std::string& folder) {
   std::string text = error ? folder : plain.string();
   while (text.size() > 1 && text.back() == '/') text.pop_back();
   return text;
+}
+
+// The folder's absolute path. An empty one is a program's mistake, such as a variable that is not
+// set, and not a folder without checkpoints.
+absl::StatusOr<std::string> PathOf(const std::string& folder) {
+  if (folder.empty() || folder.find('\0') != std::string::npos) {
+    return absl::InvalidArgumentError(
+        "the folder of the checkpoints is an empty path, or has a zero byte in it");
+  }
+  std::string path = Absolute(folder);
+  if (IsUtf8(path)) return path;
+  return absl::InvalidArgumentError(
+      absl::StrCat("the path of the folder of the checkpoints, '", absl::CHexEscape(path),
+                   "', is not UTF-8, as what the workers tell each other is: give another one"));
 }
 
 // The folder of one checkpoint is not the folder of a job's: a load would find none there, and what
@@ -541,10 +547,9 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
                                             const CheckpointManagerOptions& of,
                                             StepFolders::Damaged* damaged,
                                             Incarnations* incarnations) {
-  DG_RETURN_IF_ERROR(CheckFolder(folder));
+  DG_ASSIGN_OR_RETURN(const std::string path, PathOf(folder));
   const absl::StatusOr<Parts> parts = Parts::Of(worker, of, options.deadline);
   if (!parts.ok()) return NotNotFound(parts.status());
-  const std::string path = Absolute(folder);
   DG_RETURN_IF_ERROR(OfLeader(*worker, CheckIsNoCheckpoint(path)));
   // Another job may remove or rename checkpoints meanwhile.
   constexpr int kTries = 10;
@@ -763,6 +768,8 @@ class CheckpointManager::Impl {
     }
     absl::StatusOr<Manifest> manifest = Caught([&] { return WriteShards(saving, *attempt); });
     if (!manifest.ok()) {
+      // Before any part was asked to write it may have been this worker that failed.
+      saving.parts.Drop(saving.token);
       folders_->Abandon(*attempt);
       return manifest.status();
     }
@@ -825,8 +832,7 @@ absl::StatusOr<std::unique_ptr<CheckpointManager>> CheckpointManager::Create(
     return absl::InvalidArgumentError(
         absl::StrCat(options.keep, " checkpoints are to be kept, and at least one is"));
   }
-  DG_RETURN_IF_ERROR(CheckFolder(folder));
-  const std::string path = Absolute(folder);
+  DG_ASSIGN_OR_RETURN(const std::string path, PathOf(folder));
   DG_RETURN_IF_ERROR(CheckIsNoCheckpoint(path));
   DG_ASSIGN_OR_RETURN(std::unique_ptr<StepFolders> folders,
                       StepFolders::Lock(path, options.file_calls));

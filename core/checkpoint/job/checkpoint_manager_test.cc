@@ -1337,7 +1337,8 @@ TEST_F(CheckpointManagerTest, ALoadThatWasGivenUpLoadsNothingMore) {
 TEST_F(CheckpointManagerTest, MistakesAreErrors) {
   Cluster cluster({.workers = 2});
   // Not kNotFound, at which a program begins at step 0.
-  for (const std::string& no_folder : {std::string(), std::string("a\0b", 3)}) {
+  for (const std::string& no_folder :
+       {std::string(), std::string("a\0b", 3), folder_ + "/caf\xe9"}) {
     EXPECT_EQ(CheckpointManager::Create(&cluster[0], no_folder).status().code(),
               Code::kInvalidArgument);
     EXPECT_EQ(LoadCheckpoint(&cluster[0], no_folder).status().code(), Code::kInvalidArgument);
