@@ -49,7 +49,7 @@ constexpr char kHelp[] =
        checkpoint split PATH N FOLDER  its parameters and buffers into N files of about one size
 
 PATH is a safetensors file, the folder of one checkpoint (step-000100), or a folder of checkpoints,
-which stands for the newest of them.
+which stands for the newest of them, and is an error if a manifest in it cannot be read.
 )";
 
 // As its user means it: `bazel run` changes the working folder and tells the old one.
@@ -106,7 +106,14 @@ absl::StatusOr<Tensors> Open(const std::string& given) {
     if (steps.empty()) {
       return absl::NotFoundError(absl::StrCat(tensors.path, " is no checkpoint, and has none"));
     }
-    DG_RETURN_IF_ERROR(steps[0].manifest.status());
+    // One whose manifest is not read does not say when it was saved: it may be the newest.
+    for (const StepFolder& step : steps) {
+      if (step.manifest.ok()) continue;
+      return absl::Status(step.manifest.status().code(),
+                          absl::StrCat(step.manifest.status().message(),
+                                       "; so it is not known which is the newest in ", tensors.path,
+                                       ": give the folder of one step"));
+    }
     tensors.path = steps[0].path;
   }
   DG_ASSIGN_OR_RETURN(tensors.manifest, ReadManifest(tensors.path));

@@ -1,0 +1,108 @@
+// What the tool says of checkpoints, as its user sees it.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "core/checkpoint/job/manifest.h"
+#include "core/checkpoint/job/step_folders.h"
+#include "core/checkpoint/safetensors.h"
+#include "gtest/gtest.h"
+
+namespace distgrad {
+namespace {
+
+using Options = std::map<std::string, std::string>;  // of SGDs, by their parameters
+
+struct Result {
+  int status = -1;
+  std::string output;
+};
+
+Result Tool(const std::string& arguments) {
+  Result result;
+  FILE* const pipe = popen(absl::StrCat("tools/checkpoint ", arguments, " 2>&1").c_str(), "r");
+  if (pipe == nullptr) return result;
+  char line[4096];
+  while (std::fgets(line, sizeof(line), pipe) != nullptr) result.output += line;
+  const int status = pclose(pipe);
+  if (WIFEXITED(status)) result.status = WEXITSTATUS(status);
+  return result;
+}
+
+class CheckpointToolTest : public testing::Test {
+ protected:
+  CheckpointToolTest() {
+    const auto* const test = testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = std::filesystem::path(absl::StrCat(testing::TempDir(), "/", test->name()))
+                  .lexically_normal()
+                  .string();
+    std::filesystem::remove_all(folder_);
+  }
+
+  // A checkpoint of one worker. Its SGD has no state, as those without momentum.
+  void Save(int64_t step, const TensorMap& tensors, const Options& options = {}) {
+    absl::StatusOr<std::unique_ptr<StepFolders>> folders = StepFolders::Lock(folder_);
+    ASSERT_TRUE(folders.ok()) << folders.status();
+    const absl::StatusOr<std::string> attempt = (*folders)->Begin(step);
+    ASSERT_TRUE(attempt.ok()) << attempt.status();
+    ManifestWorker worker{"worker0", {}, {}};
+    const auto save = [&](const std::string& name, std::optional<std::string> optimizer,
+                          const TensorMap& those, const std::map<std::string, std::string>& with) {
+      ManifestFile& file = worker.files.emplace_back(ManifestFile{name, std::move(optimizer), {}});
+      const absl::Status saved = SaveSafetensors(those, absl::StrCat(*attempt, "/", name), with,
+                                                 {.checksums = &file.checksums});
+      ASSERT_TRUE(saved.ok()) << saved;
+    };
+    save("model.safetensors", std::nullopt, tensors, {{"format", "pt"}});
+    int number = 0;
+    for (const auto& [parameter, rest] : options) {
+      // One for each, as where each is of another worker.
+      const std::string groups =
+          absl::StrCat("[{\"params\":[0],\"param_names\":[\"", parameter, "\"],", rest, "}]");
+      save(absl::StrCat("optimizer.sgd-", number++, ".safetensors"), "sgd", {},
+           {{"format", "pt"}, {"optimizer", "SGD"}, {"param_groups", groups}});
+    }
+    const absl::Status committed = (*folders)->Commit(*attempt, Manifest{step, 0, "", {worker}});
+    ASSERT_TRUE(committed.ok()) << committed;
+  }
+  std::string Step(int64_t step) const { return absl::StrCat(folder_, "/step-00000", step); }
+  // Of steps 1 and 2.
+  Result Diff() const { return Tool(absl::StrCat("diff ", Step(1), " ", Step(2))); }
+
+  std::string folder_;
+};
+
+// The damaged one may be the newest.
+TEST_F(CheckpointToolTest, AnOlderOneIsNotTakenForADamagedOne) {
+  for (const int64_t step : {1, 2}) Save(step, {{"x", at::full({3}, step)}});
+  std::ofstream(Step(2) + "/manifest.json") << "{}";
+  const std::string out = folder_ + "/out";
+  for (const std::string& arguments :
+       {absl::StrCat("merge ", folder_, " ", out), absl::StrCat("split ", folder_, " 2 ", out),
+        absl::StrCat("diff ", folder_, " ", Step(1)), absl::StrCat("show ", folder_)}) {
+    const Result result = Tool(arguments);
+    EXPECT_EQ(result.status, 2) << arguments << ": " << result.output;
+    EXPECT_TRUE(absl::StrContains(result.output, Step(2) + "/manifest.json")) << result.output;
+    EXPECT_TRUE(absl::StrContains(result.output, "give the folder of one step")) << result.output;
+  }
+  EXPECT_FALSE(std::filesystem::exists(out));
+  EXPECT_EQ(Tool(absl::StrCat("merge ", Step(1), " ", out)).status, 0);
+}
+
+}  // namespace
+}  // namespace distgrad
