@@ -3,15 +3,19 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/abs.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/flatten.h>
+#include <ATen/ops/lt.h>
+#include <ATen/ops/masked_select.h>
 #include <ATen/ops/max.h>
-#include <ATen/ops/ne.h>
 #include <ATen/ops/sub.h>
-#include <ATen/ops/sum.h>
+#include <ATen/ops/where.h>
 #include <stdlib.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -30,12 +34,14 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "core/base/status.h"
+#include "core/checkpoint/job/json_text.h"
 #include "core/checkpoint/job/manifest.h"
 #include "core/checkpoint/job/shard.h"
 #include "core/checkpoint/job/step_folders.h"
 #include "core/checkpoint/safetensors.h"
 #include "core/checkpoint/safetensors_header.h"
 #include "core/tensor/exception.h"
+#include "nlohmann/json.hpp"
 
 namespace distgrad {
 namespace {
@@ -44,7 +50,8 @@ namespace fs = std::filesystem;
 
 constexpr char kHelp[] =
     R"(usage: checkpoint show PATH            what is in it; checks all checksums of a checkpoint
-       checkpoint diff PATH PATH       which tensors differ, and by how much; ends with 1 if any does
+       checkpoint diff PATH PATH       which tensors differ, and by how much, and which options of
+                                       optimizers; ends with 1 if any does
        checkpoint merge PATH FILE      all parameters and buffers of a checkpoint into one file
        checkpoint split PATH N FOLDER  its parameters and buffers into N files of about one size
 
@@ -73,6 +80,7 @@ struct Tensors {
   std::vector<std::unique_ptr<SafetensorsFile>> files;
   std::map<std::string, Where> parameters;
   std::map<std::string, Where> optimizers;
+  std::vector<std::pair<std::string, const SafetensorsFile*>> optimizer_files;  // and whose
   std::optional<Manifest> manifest;
   std::string path;
 };
@@ -85,6 +93,9 @@ absl::StatusOr<Tensors> Open(const std::string& given) {
                         of == nullptr ? SafetensorsFile::Open(path) : OpenShard(tensors.path, *of));
     tensors.files.push_back(std::make_unique<SafetensorsFile>(std::move(file)));
     const SafetensorsFile* const opened = tensors.files.back().get();
+    if (of != nullptr && of->optimizer.has_value()) {
+      tensors.optimizer_files.emplace_back(*of->optimizer, opened);
+    }
     for (const auto& [name, info] : opened->header().tensors) {
       std::optional<uint32_t> sum;
       if (of != nullptr) sum = of->checksums.tensors.at(name);
@@ -189,6 +200,49 @@ absl::Status Show(const std::string& path) {
   return absl::OkStatus();
 }
 
+// The options of each optimizer's parameters, as text. Which of them are together in a group, and
+// in a file, depends on the workers.
+absl::StatusOr<std::map<std::string, std::string>> OptionsIn(const Tensors& tensors) {
+  std::map<std::string, std::string> options;
+  for (const auto& [optimizer, file] : tensors.optimizer_files) {
+    std::map<std::string, std::string> metadata = file->header().metadata;
+    DG_ASSIGN_OR_RETURN(const nlohmann::json groups, ParseJson(metadata["param_groups"]));
+    for (nlohmann::json group : groups) {
+      const auto names = group.at("param_names").get<std::vector<std::string>>();
+      group.erase("param_names");
+      group.erase("params");
+      for (const std::string& name : names) {
+        options[absl::StrCat("optimizer ", optimizer, ": ", name)] =
+            absl::StrCat(metadata["optimizer"], " ", group.dump());
+      }
+    }
+  }
+  return options;
+}
+
+// Which elements, in a row, have other bytes. Numbers do not say it: -0 equals 0, and no NaN
+// itself.
+at::Tensor WhereBytesDiffer(const at::Tensor& left, const at::Tensor& right) {
+  const at::Tensor differ = at::empty({left.numel()}, at::kBool);
+  const size_t size = left.element_size();
+  const auto* const a = static_cast<const char*>(left.const_data_ptr());
+  const auto* const b = static_cast<const char*>(right.const_data_ptr());
+  bool* const to = differ.mutable_data_ptr<bool>();
+  for (int64_t i = 0; i < left.numel(); ++i) to[i] = memcmp(a + i * size, b + i * size, size) != 0;
+  return differ;
+}
+
+// How far apart they are, as doubles.
+at::Tensor Distances(const at::Tensor& left, const at::Tensor& right) {
+  const at::ScalarType wide = left.is_complex() ? at::kComplexDouble : at::kDouble;
+  const at::Tensor distances = (left.to(wide) - right.to(wide)).abs();
+  if (!at::isIntegralType(left.scalar_type(), /*includeBool=*/true)) return distances;
+  // A double has not all of them, and a difference of far ones has no room.
+  constexpr double kNear = int64_t{1} << 53;
+  return at::where(distances.lt(kNear), (left.to(at::kLong) - right.to(at::kLong)).abs(),
+                   distances);
+}
+
 // Whether they are the same.
 absl::StatusOr<bool> Diff(const std::string& a_path, const std::string& b_path) {
   DG_ASSIGN_OR_RETURN(const Tensors a, Open(a_path));
@@ -216,11 +270,10 @@ absl::StatusOr<bool> Diff(const std::string& a_path, const std::string& b_path) 
       if (x_sum == y_sum) continue;
       DG_ASSIGN_OR_RETURN(const at::Tensor left, one.file->Read(one.name));
       DG_ASSIGN_OR_RETURN(const at::Tensor right, other->second.file->Read(other->second.name));
-      const at::ScalarType wide = left.is_complex() ? at::kComplexDouble : at::kDouble;
-      const at::Tensor difference = (left.to(wide) - right.to(wide)).abs();
-      say(name, absl::StrFormat("differs in %d of %d elements, by %g at most",
-                                difference.ne(0).sum().item<int64_t>(), difference.numel(),
-                                difference.max().item<double>()));
+      const at::Tensor differ = WhereBytesDiffer(left, right);
+      const at::Tensor distances = Distances(left, right).flatten().masked_select(differ);
+      say(name, absl::StrFormat("differs in %d of %d elements, by %g at most", distances.numel(),
+                                differ.numel(), distances.max().item<double>()));
     }
     for (const auto& [name, other] : others) {
       if (ones.count(name) == 0) say(name, "is only in the second");
@@ -231,6 +284,19 @@ absl::StatusOr<bool> Diff(const std::string& a_path, const std::string& b_path) 
   // A file of parameters alone has no more to be compared.
   if (a.manifest.has_value() && b.manifest.has_value()) {
     DG_RETURN_IF_ERROR(compare(a.optimizers, b.optimizers));
+    DG_ASSIGN_OR_RETURN(const auto ones, OptionsIn(a));
+    DG_ASSIGN_OR_RETURN(const auto others, OptionsIn(b));
+    for (const auto& [name, options] : ones) {
+      const auto other = others.find(name);
+      if (other == others.end()) {
+        say(name, "has options only in the first");
+      } else if (other->second != options) {
+        say(name, absl::StrCat("has the options ", options, " and ", other->second));
+      }
+    }
+    for (const auto& [name, options] : others) {
+      if (ones.count(name) == 0) say(name, "has options only in the second");
+    }
     std::map<std::string, std::map<std::string, std::string>> values[2];
     for (const ManifestWorker& worker : a.manifest->workers) {
       if (!worker.values.empty()) values[0][worker.name] = worker.values;

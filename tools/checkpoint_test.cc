@@ -104,5 +104,48 @@ TEST_F(CheckpointToolTest, AnOlderOneIsNotTakenForADamagedOne) {
   EXPECT_EQ(Tool(absl::StrCat("merge ", Step(1), " ", out)).status, 0);
 }
 
+TEST_F(CheckpointToolTest, OptimizersWithOtherOptionsAreNotTheSame) {
+  const TensorMap tensors = {{"a", at::zeros({1})}, {"b", at::zeros({1})}};
+  Save(1, tensors, {{"a", "\"lr\":0.1"}, {"b", "\"lr\":0.1"}});
+  Save(2, tensors, {{"a", "\"lr\":0.1"}, {"b", "\"lr\":0.2"}});
+  const Result other = Diff();
+  EXPECT_EQ(other.status, 1) << other.output;
+  EXPECT_EQ(other.output,
+            "'optimizer sgd: b' has the options SGD {\"lr\":0.1} and SGD {\"lr\":0.2}\n");
+  Save(2, tensors, {{"a", "\"lr\":0.1"}});
+  const Result fewer = Diff();
+  EXPECT_EQ(fewer.status, 1) << fewer.output;
+  EXPECT_EQ(fewer.output, "'optimizer sgd: b' has options only in the first\n");
+  // Where several parameters are in one group they have the same options.
+  Save(2, tensors, {{"a\",\"b", "\"lr\":0.1"}});
+  const Result same = Diff();
+  EXPECT_EQ(same.status, 0) << same.output;
+}
+
+// A checksum differs, and so has something to be said.
+TEST_F(CheckpointToolTest, ElementsDifferIfTheirBytesDo) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto with = [](at::Tensor tensor, int64_t i, const c10::Scalar& value) {
+    tensor[i] = value;
+    return tensor;
+  };
+  const int64_t large = int64_t{1} << 53;
+  Save(1, {{"int", at::full({3}, large, at::kLong)},
+           {"least", at::full({2}, std::numeric_limits<int64_t>::min(), at::kLong)},
+           {"nan", with(at::zeros({3}), 0, nan)},
+           {"zero", at::zeros({3})}});
+  Save(2, {{"int", with(at::full({3}, large, at::kLong), 1, large + 1)},
+           {"least", at::full({2}, std::numeric_limits<int64_t>::max(), at::kLong)},
+           {"nan", with(with(at::zeros({3}), 0, nan), 1, 0.5)},
+           {"zero", with(at::zeros({3}), 2, -0.0)}});
+  const Result result = Diff();
+  EXPECT_EQ(result.status, 1);
+  EXPECT_EQ(result.output,
+            "'int' differs in 1 of 3 elements, by 1 at most\n"
+            "'least' differs in 2 of 2 elements, by 1.84467e+19 at most\n"
+            "'nan' differs in 1 of 3 elements, by 0.5 at most\n"
+            "'zero' differs in 1 of 3 elements, by 0 at most\n");
+}
+
 }  // namespace
 }  // namespace distgrad
