@@ -328,14 +328,17 @@ std::string Listed(const char* what, const std::vector<std::string>& items) {
   return items.empty() ? "" : absl::StrCat(" ", what, ": ", FirstOf(items), ".");
 }
 
-// What a checkpoint has and nobody asks for, for people.
-std::vector<std::string> Unexpected(const Manifest& manifest, const std::vector<PartPlan>& plans) {
+// What a checkpoint has and nobody asks for, for people. `states_of`: whose of an optimizer's
+// parameters are asked for.
+std::vector<std::string> Unexpected(
+    const Manifest& manifest, const std::vector<PartPlan>& plans,
+    std::map<std::string, std::vector<std::string>> PartPlan::*states_of) {
   std::set<std::string> tensors, optimizers, states;
   std::set<std::pair<std::string, std::string>> parameters;
   for (const PartPlan& plan : plans) {
     for (const auto& [name, tensor] : plan.tensors) tensors.insert(name);
     for (const auto& [name, those] : plan.optimizers) optimizers.insert(name);
-    for (const auto& [name, those] : plan.aliases) {
+    for (const auto& [name, those] : plan.*states_of) {
       for (const std::string& parameter : those) parameters.emplace(name, parameter);
     }
   }
@@ -414,7 +417,7 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
         absl::StrCat("it has the checkpoint of step ", manifest->step, " now")));
   }
   LoadedCheckpoint loaded{manifest->step, from.path, {}, {}, {}};
-  loaded.unexpected = Unexpected(*manifest, plans);
+  loaded.unexpected = Unexpected(*manifest, plans, &PartPlan::aliases);
   const uint64_t token = RandomNumber();
   DG_ASSIGN_OR_RETURN(const std::string check, Encode(CheckRequest{.token = token,
                                                                    .folder = from.path,
@@ -752,11 +755,14 @@ class CheckpointManager::Impl {
     if (!listed.ok()) return OfLeader(*worker_, listed.status());
     const std::vector<StepFolder>* const steps = *listed;
     if (steps->empty() || !steps->front().manifest.ok()) return absl::OkStatus();
-    const std::vector<std::string> lacking = Unexpected(*steps->front().manifest, plans);
+    const std::vector<std::string> lacking =
+        Unexpected(*steps->front().manifest, plans, &PartPlan::with_state);
     if (lacking.empty()) return absl::OkStatus();
-    return absl::FailedPreconditionError(absl::StrCat(
-        "no worker has what the newest checkpoint, ", steps->front().path, ", has: ",
-        FirstOf(lacking), "; has a worker left? If it is to be saved without, set allow_dropping"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("no worker has what the newest checkpoint, ", steps->front().path,
+                     ", has: ", FirstOf(lacking),
+                     "; has a worker left, or was an optimizer made anew and took no step? If ",
+                     "it is to be saved without, set allow_dropping"));
   }
 
   absl::Status Write(const Saving& saving) {

@@ -1006,6 +1006,35 @@ TEST_F(CheckpointManagerTest, ASaveWithoutWhatTheLastOneHasIsRefused) {
   EXPECT_TRUE(allowed.ok()) << allowed;
 }
 
+// An optimizer that was made anew has none, though its parameters are those that were saved.
+TEST_F(CheckpointManagerTest, ASaveWithoutAStateThatTheLastOneHasIsRefused) {
+  Cluster cluster({.workers = 1});
+  Layer a(1);
+  TensorMap tensors = a.Tensors("a");
+  tensors["a.tied"] = a.weight;
+  const auto make = [&] {
+    return Part(cluster[0], {.tensors = tensors, .optimizers = {{"adam", a.adam.get()}}});
+  };
+  auto part = make();
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok()) << "without a step there is none";
+  a.Step(1);
+  for (const int64_t step : {2, 3}) ASSERT_TRUE(manager->Save(step).ok());
+  part = nullptr;
+  a.adam = std::make_unique<torch::optim::Adam>(std::vector<at::Tensor>{a.weight, a.bias}, 0.1);
+  part = make();
+  const absl::Status refused = manager->Save(4);
+  EXPECT_EQ(refused.code(), Code::kFailedPrecondition) << refused;
+  for (const char* name : {"'a.bias'", "'a.tied'"}) {
+    EXPECT_TRUE(absl::StrContains(refused.message(),
+                                  absl::StrCat("the state of ", name, " in optimizer 'adam'")))
+        << refused;
+  }
+  // A load wants it all the same, and whoever steps has it.
+  EXPECT_TRUE(manager->Load().ok());
+  EXPECT_TRUE(manager->Save(4).ok());
+}
+
 // Its launcher has started it again, and no call has failed: after `keep` saves of its fresh
 // weights there would be nothing else.
 TEST_F(CheckpointManagerTest, AWorkerThatHasComeBackIsNotSavedBeforeItIsLoaded) {

@@ -38,7 +38,8 @@ absl::StatusOr<std::string> Encode(const PartPlan& plan) {
   }
   return JsonText({{"tensors", std::move(tensors)},
                    {"optimizers", plan.optimizers},
-                   {"aliases", plan.aliases}});
+                   {"aliases", plan.aliases},
+                   {"with_state", plan.with_state}});
 }
 absl::StatusOr<PartPlan> DecodePlanReply(absl::string_view text) {
   return Decode(text, [](const Json& json) {
@@ -49,6 +50,7 @@ absl::StatusOr<PartPlan> DecodePlanReply(absl::string_view text) {
     }
     json.at("optimizers").get_to(plan.optimizers);
     json.at("aliases").get_to(plan.aliases);
+    json.at("with_state").get_to(plan.with_state);
     return plan;
   });
 }

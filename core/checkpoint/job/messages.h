@@ -42,6 +42,7 @@ struct PartPlan {
   std::map<std::string, std::vector<std::string>> optimizers;  // their parameters' names
   // The same, and the other names of those that have several (tied weights).
   std::map<std::string, std::vector<std::string>> aliases;
+  std::map<std::string, std::vector<std::string>> with_state;  // which of these have one by now
 };
 
 struct HoldRequest {

@@ -211,7 +211,9 @@ class CheckpointPart::Impl {
             QuoteName(name), " is no name of an optimizer: letters, digits, '_' and '-' are"));
       }
       // As a save does, so that what cannot be saved is an error before anything is trained.
-      const absl::StatusOr<std::vector<std::string>> parameters = PlanOptimizer(name, use);
+      std::set<const void*> with_state;
+      const absl::StatusOr<std::vector<std::string>> parameters =
+          PlanOptimizer(name, use, &with_state);
       DG_RETURN_IF_ERROR(parameters.status());
       DG_RETURN_IF_ERROR(
           UseOptimizer(name, use, [&](torch::optim::Optimizer& optimizer) -> absl::Status {
@@ -244,15 +246,16 @@ class CheckpointPart::Impl {
                               static_cast<uint64_t>(tensor.numel()) * tensor.element_size()};
       }
       for (const auto& [name, use] : contents_.optimizers) {
-        DG_ASSIGN_OR_RETURN(plan.optimizers[name], PlanOptimizer(name, use));
-        std::set<const c10::TensorImpl*> parameters;
+        std::set<const void*> parameters, with_state;
+        DG_ASSIGN_OR_RETURN(plan.optimizers[name], PlanOptimizer(name, use, &with_state));
         for (const std::string& parameter : plan.optimizers[name]) {
           parameters.insert(contents_.tensors.at(parameter).unsafeGetTensorImpl());
         }
         for (const auto& [alias, tensor] : contents_.tensors) {
-          if (parameters.count(tensor.unsafeGetTensorImpl()) > 0) {
-            plan.aliases[name].push_back(alias);
-          }
+          if (parameters.count(tensor.unsafeGetTensorImpl()) == 0) continue;
+          plan.aliases[name].push_back(alias);
+          if (with_state.count(tensor.unsafeGetTensorImpl()) == 0) continue;
+          plan.with_state[name].push_back(alias);
         }
       }
       return Encode(plan);
@@ -547,10 +550,13 @@ class CheckpointPart::Impl {
     return Annotate(used, absl::StrCat("optimizer '", name, "'"));
   }
 
+  // `with_state` gets the parameters that have one, by what libtorch knows them by.
   absl::StatusOr<std::vector<std::string>> PlanOptimizer(const std::string& name,
-                                                         const CheckpointOptimizer& use) const {
+                                                         const CheckpointOptimizer& use,
+                                                         std::set<const void*>* with_state) const {
     absl::StatusOr<std::vector<std::string>> names = absl::UnknownError("");
     DG_RETURN_IF_ERROR(UseOptimizer(name, use, [&](torch::optim::Optimizer& optimizer) {
+      for (const auto& [parameter, state] : optimizer.state()) with_state->insert(parameter);
       names = OptimizerParameters(optimizer, contents_.tensors);
       return names.status();
     }));
