@@ -158,7 +158,9 @@ struct CheckpointPartObject : HandleObject {
   const std::shared_ptr<EndingPart> part;
 };
 
-absl::StatusOr<CheckpointContents> ToContents(const dg_checkpoint_contents& given) {
+// Of a part of `owner`, with which its optimizers end.
+absl::StatusOr<CheckpointContents> ToContents(const dg_checkpoint_contents& given,
+                                              const SharedWorker& owner) {
   CheckpointContents contents;
   DG_ASSIGN_OR_RETURN(contents.tensors,
                       PinTensorMap(given.tensor_names, given.tensors, given.tensor_count, "tensors",
@@ -169,6 +171,12 @@ absl::StatusOr<CheckpointContents> ToContents(const dg_checkpoint_contents& give
   for (size_t i = 0; i < given.optimizer_count; ++i) {
     DG_ASSIGN_OR_RETURN(const Pinned<OptimizerObject> pinned,
                         PinElement<OptimizerObject>(given.optimizers, i, "optimizers"));
+    const SharedWorker* const worker = pinned->worker.get();
+    if (worker != nullptr && worker != &owner) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("optimizers[", i, "] is a part of worker '", worker->name(),
+                       "': give one of the part's own worker, or a local one"));
+    }
     const auto [at, is_new] = contents.optimizers.emplace(std::move(names[i]), pinned->optimizer);
     if (is_new) continue;
     return absl::InvalidArgumentError(
@@ -296,8 +304,8 @@ dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
                         ReadOptions<dg_checkpoint_contents>(given, DG_CHECKPOINT_CONTENTS_INIT,
                                                             "dg_checkpoint_contents"));
     DG_ASSIGN_OR_RETURN(const std::string text, FromStr(name, "name"));
-    DG_ASSIGN_OR_RETURN(CheckpointContents contents, ToContents(read));
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
+    DG_ASSIGN_OR_RETURN(CheckpointContents contents, ToContents(read, use.shared()));
     const auto part = std::make_shared<EndingPart>();
     const auto functions = std::make_shared<const PartFunctions>(PartFunctions{
         read.save_values, read.load_values, std::move(taken), part.get(), &use.shared()});

@@ -508,10 +508,28 @@ static void in_callback(void* user_data) {
   CHECK(sem_post(&called_back) == 0);
 }
 
+/* A part of the front worker would have an optimizer that ends with the back worker. */
+static void refuses_of_back(dg_optimizer* optimizer) {
+  const dg_str weight_name = DG_STR("w"), sgd = DG_STR("sgd");
+  dg_checkpoint_contents contents = DG_CHECKPOINT_CONTENTS_INIT;
+  dg_checkpoint_part* part = NULL;
+  const dg_tensor* weight = weights[1];
+  contents.tensor_names = &weight_name;
+  contents.tensors = &weight;
+  contents.tensor_count = 1;
+  contents.optimizer_names = &sgd;
+  contents.optimizers = &optimizer;
+  contents.optimizer_count = 1;
+  SAYS(DG_INVALID_ARGUMENT, "optimizers[0] is a part of worker 'back'",
+       dg_checkpoint_part_create(workers[0], DG_STR("other"), &contents, NULL, NULL, &part));
+}
+
 static void lifetimes(void) {
   dg_checkpoint_manager_options options = manager_options();
   const dg_str path = in_folder("lives");
   dg_checkpoint_manager* manager = NULL;
+  dg_optimizer* of_back = NULL;
+  const dg_tensor* leaf = weights[1];
   dg_future* written = NULL;
   dg_message* reply = NULL;
   bool done = false;
@@ -543,6 +561,10 @@ static void lifetimes(void) {
        dg_optimizer_save(optimizers[0], NULL, NULL, 0, in_folder("removed")));
   CHECK(parts_ended == 6);
 
+  OK(dg_optimizer_create_sgd(workers[1], DG_STR("sgd"), &leaf, 1, NULL, &of_back));
+  refuses_of_back(of_back);
+  OK(dg_optimizer_remove(of_back));
+
   /* The end of a worker while a save is written: it is written, or fails, and then all ends. */
   dg_checkpoint_manager_destroy(manager);
   options.name = DG_STR("back");
@@ -572,6 +594,8 @@ static void lifetimes(void) {
     dg_checkpoint_manager_destroy(manager);
     dg_future_destroy(written);
   }
+  refuses_of_back(of_back);
+  dg_optimizer_destroy(of_back);
   OK(dg_worker_close(workers[0], DG_FOREVER));
   CHECK(parts_ended == 9);
 }

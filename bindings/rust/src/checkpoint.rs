@@ -122,9 +122,9 @@ impl<'a> CheckpointContents<'a> {
         self
     }
 
-    /// Adds an optimizer, by a name of letters, digits, `_` and `-`. Its parameters are among the
-    /// tensors. One that is removed before the part makes saves and loads fail with
-    /// `Code::FailedPrecondition`.
+    /// Adds an optimizer of the part's own worker, or a local one, by a name of letters, digits,
+    /// `_` and `-`. Its parameters are among the tensors. One that is removed before the part makes
+    /// saves and loads fail with `Code::FailedPrecondition`.
     pub fn optimizer(mut self, name: impl Into<String>, optimizer: &'a Optimizer<'a>) -> Self {
         self.optimizers.push((name.into(), optimizer));
         self
@@ -157,7 +157,8 @@ impl<'a> CheckpointContents<'a> {
     /// `Code::AlreadyExists` if the worker has a part of that name (the empty name counts);
     /// `Code::InvalidArgument` for a name of more than 900 bytes or with a `::` in it, for tensors
     /// that no file can have, by their dtype, say, or the name `__metadata__`, for names that are
-    /// there twice, and for a parameter of an optimizer that is not among the tensors;
+    /// there twice, for an optimizer of another worker, and for a parameter of an optimizer that is
+    /// not among the tensors;
     /// `Code::FailedPrecondition` for an optimizer that was removed. Waits for steps of the
     /// optimizers.
     #[doc(alias = "dg_checkpoint_part_create")]

@@ -292,6 +292,23 @@ fn failures_and_panics_are_errors_of_the_save() {
     assert_eq!(unnamed.unwrap_err().code(), Code::InvalidArgument);
 }
 
+/// Whatever became of it and of its worker.
+#[test]
+fn a_part_takes_no_optimizer_of_another_worker() {
+    let (here, there, gone, x) = (alone(), alone(), alone(), weight(&[1.0]));
+    let theirs = Sgd::new(0.1).create(&there, "", [&x]).unwrap();
+    let removed = Sgd::new(0.1).create(&gone, "", [&x]).unwrap();
+    removed.remove().unwrap();
+    gone.close(None).unwrap();
+    for optimizer in [&removed, &theirs] {
+        let contents = CheckpointContents::new().tensors([("x", &x)]);
+        let error = contents.optimizer("sgd", optimizer).create(&here, "x").unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        let says = "optimizers[0] is a part of worker 'alone': give one of the part's own worker";
+        assert!(error.message().contains(says), "{error}");
+    }
+}
+
 #[test]
 fn functions_are_dropped_with_the_part_or_its_worker() {
     struct Count(Arc<AtomicUsize>);

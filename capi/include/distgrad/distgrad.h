@@ -1276,7 +1276,8 @@ typedef struct dg_checkpoint_contents {
   const dg_str* tensor_names;
   const dg_tensor* const* tensors;
   size_t tensor_count;
-  /* By names of letters, digits, '_' and '-'. Their parameters are among the tensors. */
+  /* By names of letters, digits, '_' and '-'. Of the part's own worker, or local ones; their
+   * parameters are among the tensors. */
   const dg_str* optimizer_names;
   dg_optimizer* const* optimizers;
   size_t optimizer_count;
@@ -1306,9 +1307,10 @@ typedef struct dg_checkpoint_part dg_checkpoint_part;
  * DG_ALREADY_EXISTS if the worker has a part of that name (the empty name counts);
  * DG_INVALID_ARGUMENT for a name of more than 900 bytes or with a "::" in it, for tensors that no
  * file can have, by their dtype, say, or their name (which is UTF-8, and not "__metadata__"), for
- * those that share memory with themselves, for a parameter of an optimizer that is not among the
- * tensors, and for an optimizer's state that a load would refuse; DG_FAILED_PRECONDITION for an
- * optimizer that was removed. Waits for steps of the optimizers. */
+ * those that share memory with themselves, for an optimizer of another worker, for a parameter of
+ * an optimizer that is not among the tensors, and for an optimizer's state that a load would
+ * refuse; DG_FAILED_PRECONDITION for an optimizer that was removed. Waits for steps of the
+ * optimizers. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
                                                        const dg_checkpoint_contents* contents,
                                                        void* user_data,

@@ -1187,7 +1187,7 @@ struct LoadedValues {
 // What a worker has of a checkpoint.
 struct CheckpointContents {
   TensorMap tensors = {};
-  // The part keeps what it needs of them.
+  // Of the part's own worker, or local ones. The part keeps what it needs of them.
   std::map<std::string, const Optimizer*> optimizers = {};
   // On threads of the worker, as handlers. The error that they throw is that of the save or load.
   std::function<CheckpointValues()> save_values = nullptr;
