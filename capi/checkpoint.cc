@@ -37,39 +37,19 @@ struct CheckpointValuesObject : HandleObject {
   CheckpointValues values ABSL_GUARDED_BY(mu);
 };
 
-class EndingPart;
-
 // A program's functions for a part.
 struct PartFunctions {
   dg_error* (*save_values)(void* user_data, dg_checkpoint_values* values);
   dg_error* (*load_values)(void* user_data, const dg_loaded_values* loaded);
   UserData user_data;
-  // What they are of, and whose handlers they are like. Not owned: they do not run after these.
-  const EndingPart* part;
-  const SharedWorker* worker;
-};
-
-// The part of which this thread runs a function.
-thread_local const EndingPart* running_part = nullptr;
-
-// While it lives, this thread runs a function of a part, as a handler of the worker.
-class RunningScope {
- public:
-  explicit RunningScope(const PartFunctions& functions)
-      : serving_(functions.worker), outer_(std::exchange(running_part, functions.part)) {}
-  ~RunningScope() { running_part = outer_; }
-  RunningScope(const RunningScope&) = delete;
-  RunningScope& operator=(const RunningScope&) = delete;
-
- private:
-  const ServingScope serving_;
-  const EndingPart* const outer_;
+  // Of a thread that runs one. What it names is not owned: they do not run after that.
+  Role role;
 };
 
 // A save or load in a function of a part would wait for the one that runs the function.
 absl::Status CheckMayLead() {
   DG_RETURN_IF_ERROR(CheckMayWait());
-  if (running_part == nullptr) return absl::OkStatus();
+  if (Serving().part == nullptr) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "save_values and load_values of a dg_checkpoint_part cannot save or load: that would wait "
       "for itself");
@@ -78,7 +58,7 @@ absl::Status CheckMayLead() {
 absl::StatusOr<CheckpointValues> SaveValues(const PartFunctions& functions) {
   const auto handle = NewOwnedHandle<CheckpointValuesObject>();
   {
-    const RunningScope scope(functions);
+    const ServingScope scope(functions.role);
     DG_RETURN_IF_ERROR(TakeError(functions.save_values(functions.user_data.get(), handle.get())));
   }
   DG_ASSIGN_OR_RETURN(const Pinned<CheckpointValuesObject> pinned,
@@ -110,7 +90,7 @@ absl::Status LoadValues(const PartFunctions& functions, const LoadedValues& load
                                   .value_count = own.size(),
                                   .workers = pointers.data(),
                                   .worker_count = pointers.size()};
-  const RunningScope scope(functions);
+  const ServingScope scope(functions.role);
   return TakeError(functions.load_values(functions.user_data.get(), &given));
 }
 
@@ -138,7 +118,7 @@ class EndingPart : public EndsWithWorker {
     ended_ = true;
   }
 
-  bool RunsHere() const { return running_part == this; }
+  bool RunsHere() const { return Serving().part == this; }
 
  private:
   absl::Mutex mu_;
@@ -194,9 +174,10 @@ struct CheckpointManagerObject : HandleObject {
 
   explicit CheckpointManagerObject(std::shared_ptr<SharedWorker> worker)
       : worker(std::move(worker)) {}
-  // Waits for what is written in the background; where it must not, another thread does.
+  // Waits for what is written in the background; where it must not, another thread does. In a
+  // function of a part it might wait for that very part.
   ~CheckpointManagerObject() override {
-    if (MayWait()) {
+    if (MayWait() && Serving().part == nullptr) {
       const BlockingScope blocking;
       manager = nullptr;
       return;
@@ -307,8 +288,9 @@ dg_error* dg_checkpoint_part_create(dg_worker* worker, dg_str name,
     DG_ASSIGN_OR_RETURN(const SharedWorker::Use use, UseWorker(worker));
     DG_ASSIGN_OR_RETURN(CheckpointContents contents, ToContents(read, use.shared()));
     const auto part = std::make_shared<EndingPart>();
-    const auto functions = std::make_shared<const PartFunctions>(PartFunctions{
-        read.save_values, read.load_values, std::move(taken), part.get(), &use.shared()});
+    const auto functions = std::make_shared<const PartFunctions>(
+        PartFunctions{read.save_values, read.load_values, std::move(taken),
+                      Role{.worker = &use.shared(), .part = part.get()}});
     if (read.save_values != nullptr) {
       contents.save_values = [functions] { return SaveValues(*functions); };
     }

@@ -7,6 +7,7 @@
 
 #include "capi/testing/check.h"
 #include "capi/testing/pair.h"
+#include "capi/testing/replica.h"
 
 static char folder[512];
 
@@ -186,8 +187,16 @@ static void train(void) {
   dg_context_destroy(context);
 }
 
+/* What a worker's save_values calls in its place, once. */
+static dg_error* (*instead[2])(void);
+
 static dg_error* save_values(void* user_data, dg_checkpoint_values* values) {
   const int rank = (int)(intptr_t)user_data;
+  if (instead[rank] != NULL) {
+    dg_error* (*const call)(void) = instead[rank];
+    instead[rank] = NULL;
+    return call();
+  }
   if (save_fails != DG_OK && rank == 1) return dg_error_create(save_fails, DG_STR("no values"));
   OK(dg_checkpoint_values_set(values, DG_STR("position"), DG_STR("soon another")));
   { /* It would wait for itself. */
@@ -496,6 +505,82 @@ static void optimizer_files(void) {
 static dg_checkpoint_manager* last_manager;
 static sem_t called_back;
 
+/* What would wait for the save_values that waits for this thread. */
+static void of_replica(void) {
+  FAILS(DG_FAILED_PRECONDITION, dg_checkpoint_manager_save(last_manager, 5, DG_FOREVER));
+  SAYS(DG_FAILED_PRECONDITION, "its own save_values", dg_checkpoint_part_remove(parts[0]));
+}
+static dg_error* run_replica(void) {
+  on_replica(of_replica);
+  return NULL;
+}
+
+static void in_replica(void) {
+  dg_checkpoint_manager_options options = manager_options();
+  OK(dg_checkpoint_manager_create(workers[0], in_folder("replica"), &options, &last_manager));
+  instead[0] = run_replica;
+  OK(dg_checkpoint_manager_save(last_manager, 1, DG_FOREVER));
+  CHECK(instead[0] == NULL);
+  dg_checkpoint_manager_destroy(last_manager);
+}
+
+/* The part of the back worker: it has what the first save writes; a second one keeps it busy. */
+static sem_t back_copied, back_is_busy, back_goes_on;
+
+static dg_error* keep_busy(void) {
+  post(&back_is_busy);
+  wait_at_gate(&back_goes_on);
+  return NULL;
+}
+static dg_error* copied(void) {
+  post(&back_copied);
+  instead[1] = keep_busy;
+  return NULL;
+}
+static dg_error* await_busy(void) {
+  wait_at_gate(&back_is_busy);
+  return NULL;
+}
+static dg_error* destroy_last_manager(void) {
+  dg_checkpoint_manager_destroy(last_manager);
+  return NULL;
+}
+static void* save_when_copied(void* manager) {
+  wait_at_gate(&back_copied);
+  OK(dg_checkpoint_manager_save((dg_checkpoint_manager*)manager, 1, DG_FOREVER));
+  return NULL;
+}
+
+/* A manager that writes is destroyed in save_values: what it writes may wait for that very part. */
+static void destroyed_in_save_values(void) {
+  dg_checkpoint_manager_options options = manager_options();
+  dg_checkpoint_manager* of_one[2] = {NULL, NULL};
+  const dg_str names[2] = {DG_STR("front"), DG_STR("back")};
+  const dg_str folders[2] = {in_folder("of_front"), in_folder("of_back")};
+  dg_future* written = NULL;
+  bool done = false;
+  pthread_t thread;
+  OK(dg_checkpoint_manager_create(workers[0], in_folder("of_both"), &options, &last_manager));
+  options.worker_count = 1;
+  for (int i = 0; i < 2; ++i) {
+    options.workers = &names[i];
+    OK(dg_checkpoint_manager_create(workers[0], folders[i], &options, &of_one[i]));
+  }
+  instead[0] = await_busy;
+  instead[1] = copied;
+  CHECK(pthread_create(&thread, NULL, save_when_copied, of_one[1]) == 0);
+  OK(dg_checkpoint_manager_save_async(last_manager, 1, DG_FOREVER, &written));
+  instead[0] = destroy_last_manager;
+  OK(dg_checkpoint_manager_save(of_one[0], 1, DG_FOREVER));
+  OK(dg_future_wait(written, 0, &done));
+  CHECK(!done);
+  post(&back_goes_on);
+  CHECK(pthread_join(thread, NULL) == 0);
+  OK(dg_future_wait(written, DG_FOREVER, &done));
+  dg_future_destroy(written);
+  for (int i = 0; i < 2; ++i) dg_checkpoint_manager_destroy(of_one[i]);
+}
+
 /* Where nothing may wait. */
 static void in_callback(void* user_data) {
   dg_loaded_checkpoint* loaded = NULL;
@@ -659,7 +744,8 @@ static void local_optimizer(void) {
 int main(void) {
   const char* parent = getenv("TEST_TMPDIR");
   prepare();
-  CHECK(sem_init(&called_back, 0, 0) == 0);
+  CHECK(sem_init(&called_back, 0, 0) == 0 && sem_init(&back_copied, 0, 0) == 0);
+  CHECK(sem_init(&back_is_busy, 0, 0) == 0 && sem_init(&back_goes_on, 0, 0) == 0);
   snprintf(folder, sizeof(folder), "%s/checkpoint.%d", parent ? parent : "/tmp", (int)getpid());
   CHECK(mkdir(folder, 0700) == 0);
   files();
@@ -669,6 +755,8 @@ int main(void) {
   what_does_not_fit();
   optimizer_files();
   local_optimizer();
+  in_replica();
+  destroyed_in_save_values();
   lifetimes();
   for (int i = 0; i < 2; ++i) {
     dg_worker_destroy(workers[i]);

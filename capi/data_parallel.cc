@@ -89,7 +89,7 @@ struct Function {
 // What is the same for all replicas of one forward.
 struct Step {
   size_t output_count;
-  const SharedWorker* serving;  // the caller's
+  Role role;  // the caller's
   const std::vector<c10::Device>* devices;
 };
 
@@ -148,7 +148,7 @@ class FunctionModule : public torch::nn::Module {
     std::vector<dg_tensor*> outputs(step.output_count);
     absl::Status status;
     {
-      const ServingScope scope(step.serving);
+      const ServingScope scope(step.role);
       const at::AutoGradMode as_it_was(at::GradMode::is_enabled());
       status = TakeError(function_->call(function_->user_data.get(), &replica, outputs.data()));
     }

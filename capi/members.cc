@@ -25,7 +25,7 @@ absl::Status SharedWorker::OnMember(std::shared_ptr<const MemberHandler> handler
     borrowed.rank = event.rank;
     borrowed.incarnation = event.incarnation;
     borrowed.reason = ToStr(event.reason);
-    const ServingScope scope(this);
+    const ServingScope scope({.worker = this});
     handler->function(handler->user_data.get(), &borrowed);
   });
   return absl::OkStatus();

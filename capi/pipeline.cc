@@ -156,22 +156,6 @@ struct StageFunctions {
   UserData user_data;
 };
 
-class StagesPart;
-
-// The stages of which this thread runs a function, or null.
-thread_local const StagesPart* running = nullptr;
-
-class RunningScope {
- public:
-  explicit RunningScope(const StagesPart* part) : outer_(std::exchange(running, part)) {}
-  ~RunningScope() { running = outer_; }
-  RunningScope(const RunningScope&) = delete;
-  RunningScope& operator=(const RunningScope&) = delete;
-
- private:
-  const StagesPart* const outer_;
-};
-
 // Tensors for a function to borrow.
 class LentTensors {
  public:
@@ -238,7 +222,7 @@ class StagesPart : public SharedWorker::Part {
   std::string Describe() const override { return absl::StrCat("stages of pipeline '", name_, "'"); }
 
   // Whether this thread runs one of the functions, which Close() would wait for.
-  bool RunsHere() const { return running == this; }
+  bool RunsHere() const { return Serving().stages == this; }
   const std::string& pipeline() const { return name_; }
 
  private:
@@ -302,8 +286,7 @@ class StagesPart : public SharedWorker::Part {
   // Calls a function of the user's. What it does to the thread's gradient mode is undone.
   template <typename F>
   absl::Status Call(F&& function) const {
-    const ServingScope serving(worker_);
-    const RunningScope here(this);
+    const ServingScope scope({.worker = worker_, .stages = this});
     const at::AutoGradMode as_it_was(at::GradMode::is_enabled());
     return TakeError(function());
   }
@@ -384,6 +367,11 @@ class StagesPart : public SharedWorker::Part {
   absl::Mutex mu_;
   std::vector<std::shared_ptr<const StageFunctions>> functions_ ABSL_GUARDED_BY(mu_);
 };
+
+// The stages of which this thread runs a function, or null.
+const StagesPart* Running() {
+  return static_cast<const StagesPart*>(Serving().stages);  // no other class is put there
+}
 
 struct PipelineStagesObject : HandleObject {
   using Handle = dg_pipeline_stages;
@@ -466,6 +454,7 @@ class StepInFlight : public EndsWithWorker {
   // Returns kFailedPrecondition in a function of a stage of its pipeline, for which it may wait. In
   // those of others one may wait for it.
   absl::Status CheckIsNotWithin() const {
+    const StagesPart* const running = Running();
     if (running == nullptr || running->pipeline() != pipeline_->name()) return absl::OkStatus();
     return absl::FailedPreconditionError(
         absl::StrCat("this waits for a step of pipeline '", pipeline_->name(),
@@ -494,7 +483,7 @@ struct PipelineStepObject : HandleObject {
 void EndStep(SharedWorker& worker, const std::shared_ptr<StepInFlight>& step) {
   if (!step->valid()) return;
   // In a function of a stage the step may wait for that function.
-  const bool waits = MayWait() && running == nullptr;
+  const bool waits = MayWait() && Running() == nullptr;
   absl::StatusOr<SharedWorker::Use> use = waits ? worker.Begin() : worker.BeginInBackground();
   if (!use.ok()) return;  // the worker's end ends the step
   if (waits) {

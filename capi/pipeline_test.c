@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include "capi/testing/pair.h"
+#include "capi/testing/replica.h"
 
 enum { WIDTH = 16, BATCH = 10, STEPS = 10, MOST_STAGES = 4, LISTS = 16 };
 
@@ -37,6 +38,7 @@ typedef struct layer {
 static layer layers[MOST_STAGES];
 static dg_pipeline_stages* own_stages; /* of END_OWN */
 static dg_pipeline_step* own_step;     /* of WAIT_STEP and END_STEP */
+static bool within_replica; /* END_OWN, WAIT_STEP and END_STEP call it on another thread */
 static const char* const names[2] = {"front", "back"};
 
 static dg_tensor* numbers(uint64_t seed, int64_t rows, int64_t columns) {
@@ -106,6 +108,23 @@ static void misuse(dg_worker* worker) {
   dg_grad_set_enabled(!dg_grad_enabled()); /* is put back */
 }
 
+static void end_own_stages(void) { dg_pipeline_stages_destroy(own_stages); }
+static void wait_own_step(void) {
+  dg_pipeline_result* result = NULL;
+  SAYS(DG_FAILED_PRECONDITION, "in a function of one of its stages",
+       dg_pipeline_step_wait(own_step, &result));
+  CHECK(result == NULL);
+}
+static void end_own_step(void) { dg_pipeline_step_destroy(own_step); }
+/* Here, or on a thread that the function waits for. */
+static void call(void (*function)(void)) {
+  if (within_replica) {
+    on_replica(function);
+  } else {
+    function();
+  }
+}
+
 static dg_error* forward(void* user_data, const dg_micro_batch* batch, dg_message** outputs) {
   layer* self = (layer*)user_data;
   const bool now = self->forwards++ == self->at;
@@ -129,19 +148,16 @@ static dg_error* forward(void* user_data, const dg_micro_batch* batch, dg_messag
   }
   if (fault == MISUSE) misuse(workers[batch->stage % 2]);
   if (fault == END_OWN) {
-    dg_pipeline_stages_destroy(own_stages);
+    call(end_own_stages);
     CHECK(self->ended == 0);
   }
   if (fault == WAIT_STEP) {
-    dg_pipeline_result* result = NULL;
     wait_at_gate(&released);
-    SAYS(DG_FAILED_PRECONDITION, "in a function of one of its stages",
-         dg_pipeline_step_wait(own_step, &result));
-    CHECK(result == NULL);
+    call(wait_own_step);
   }
   if (fault == END_STEP) {
     wait_at_gate(&released);
-    dg_pipeline_step_destroy(own_step);
+    call(end_own_step);
   }
   return NULL;
 }
@@ -1157,19 +1173,23 @@ static void test_ends_of_steps(void) {
   dg_context_destroy(flights[0].context);
   post(&released);
   try_until_ended(pipeline);
-  set_fault(1, WAIT_STEP, 0);
-  flights[0] = start_one(pipeline);
-  own_step = flights[0].step;
-  post(&released);
-  OK(wait_and_land(&flights[0])); /* whom it was not taken from */
-  set_fault(1, END_STEP, 0);
-  flights[0] = start_one(pipeline);
-  own_step = flights[0].step;
-  post(&released);
-  try_until_ended(pipeline);
-  dg_context_destroy(flights[0].context);
-  dg_pipeline_step_destroy(own_step);
-  set_fault(1, NONE, 0);
+  for (int i = 0; i < 2; ++i) {
+    within_replica = i == 1;
+    set_fault(1, WAIT_STEP, 0);
+    flights[0] = start_one(pipeline);
+    own_step = flights[0].step;
+    post(&released);
+    OK(wait_and_land(&flights[0])); /* whom it was not taken from */
+    set_fault(1, END_STEP, 0);
+    flights[0] = start_one(pipeline);
+    own_step = flights[0].step;
+    post(&released);
+    try_until_ended(pipeline);
+    dg_context_destroy(flights[0].context);
+    dg_pipeline_step_destroy(own_step);
+    set_fault(1, NONE, 0);
+  }
+  within_replica = false;
 
   /* What is wrong. */
   {

@@ -10,7 +10,7 @@
 namespace distgrad {
 namespace {
 
-thread_local const SharedWorker* serving = nullptr;
+thread_local Role serving;
 
 // What a handler borrows; throws if memory is out.
 class Borrowed {
@@ -78,11 +78,11 @@ absl::Status Register(dg_worker* worker, dg_str function, Handler handler) {
 
 }  // namespace
 
-ServingScope::ServingScope(const SharedWorker* worker) : outer_(std::exchange(serving, worker)) {}
+ServingScope::ServingScope(const Role& role) : outer_(std::exchange(serving, role)) {}
 ServingScope::~ServingScope() { serving = outer_; }
 
-const SharedWorker* Serving() { return serving; }
-bool InHandlerOf(const SharedWorker& worker) { return serving == &worker; }
+const Role& Serving() { return serving; }
+bool InHandlerOf(const SharedWorker& worker) { return serving.worker == &worker; }
 
 absl::Status SharedWorker::Register(std::string function, std::shared_ptr<Handler> handler) {
   DG_ASSIGN_OR_RETURN(const Use use, Begin());
@@ -111,7 +111,7 @@ absl::StatusOr<Message> SharedWorker::Serve(const Handler& handler, Request& req
   dg_message* reply = nullptr;
   dg_error* error = nullptr;
   {
-    const ServingScope scope(this);
+    const ServingScope scope({.worker = this});
     error = handler.function(handler.user_data.get(), borrowed.request(), &reply);
   }
   const OwnedHandle<MessageObject> reply_owner(reply);
@@ -126,7 +126,7 @@ Future<Message> SharedWorker::ServeLater(const Handler& handler, Request& reques
   const dg_request* const borrowed = made->borrowed.request();
   Future<Message> answer = made->promise.future();
   dg_responder* const responder = AdoptHandle(std::move(made));
-  const ServingScope scope(this);
+  const ServingScope scope({.worker = this});
   handler.async_function(handler.user_data.get(), borrowed, responder);
   return answer;
 }

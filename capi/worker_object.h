@@ -165,20 +165,29 @@ class SharedWorker : public std::enable_shared_from_this<SharedWorker> {
   Worker* const worker_;
 };
 
-// The scope in which this thread does the work of a handler of `worker`; of none if that is null.
+// For whom this thread runs a function of the program's: what waits for that function must not be
+// waited for here. All is null on a thread that runs none.
+struct Role {
+  const SharedWorker* worker = nullptr;        // whose handlers it counts among
+  const EndsWithWorker* part = nullptr;        // the part of a checkpoint whose function it is
+  const SharedWorker::Part* stages = nullptr;  // the stages of a pipeline of which it is one
+};
+
+// The scope in which this thread has that role.
 class ServingScope {
  public:
-  explicit ServingScope(const SharedWorker* worker);
+  explicit ServingScope(const Role& role);
   ~ServingScope();
   ServingScope(const ServingScope&) = delete;
   ServingScope& operator=(const ServingScope&) = delete;
 
  private:
-  const SharedWorker* const outer_;
+  const Role outer_;
 };
 
-// The worker of which this thread runs a handler, or null; whether it is that one.
-const SharedWorker* Serving();
+// The role of this thread, and whether it runs a handler of that worker. A thread on which others
+// wait, as those of replicas, takes over the role of the one that waits.
+const Role& Serving();
 bool InHandlerOf(const SharedWorker& worker);
 
 struct WorkerObject : HandleObject {

@@ -1406,8 +1406,8 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_load(dg_checkpoint_manager* m
                                                         const dg_checkpoint_load_options* options,
                                                         dg_loaded_checkpoint** out) DG_NOEXCEPT;
 /* Destroys the manager, and unlocks the folder. Waits for what dg_checkpoint_manager_save_async
- * writes; in the callback of a future or a cancellation and in destructors of user data a thread of
- * the library does that. */
+ * writes; in the callback of a future or a cancellation, in destructors of user data, and in
+ * save_values and load_values of a part, a thread of the library does that. */
 DG_API void dg_checkpoint_manager_destroy(dg_checkpoint_manager* manager) DG_NOEXCEPT;
 
 /* The same as dg_checkpoint_manager_load, without a manager and its lock: for a job that loads what
