@@ -463,6 +463,32 @@ dg_error* Forward(void* user_data, const dg_micro_batch* batch, dg_message** out
 }
 
 TEST_F(NoMemoryTest, Pipelines) {
+  // The user data of each stage ends with every call, whichever allocation of it fails.
+  std::array<int, 3> ended = {};
+  int calls = 0;
+  std::array<dg_pipeline_stage, 3> counted;
+  std::array<const dg_pipeline_stage*, 3> pointers;
+  for (size_t i = 0; i < counted.size(); ++i) {
+    counted[i] = DG_PIPELINE_STAGE_INIT;
+    counted[i].number = i;
+    counted[i].forward = Forward;
+    counted[i].user_data = &ended[i];
+    counted[i].destroy = [](void* user_data) { ++*static_cast<int*>(user_data); };
+    pointers[i] = &counted[i];
+  }
+  FailEachAllocation<dg_pipeline_stages>(
+      "dg_pipeline_stages_create",
+      [&](dg_pipeline_stages** out) {
+        ++calls;
+        return dg_pipeline_stages_create(worker_, DG_STR("three"), pointers.data(), pointers.size(),
+                                         nullptr, out);
+      },
+      [](dg_pipeline_stages* three) { dg_pipeline_stages_destroy(three); },
+      /*most=*/INT_MAX,
+      [&] {
+        EXPECT_EQ(ended, (std::array<int, 3>{calls, calls, calls}));
+      });
+
   dg_pipeline_stage stage = DG_PIPELINE_STAGE_INIT;
   stage.forward = Forward;
   stage.user_data = parameter_;

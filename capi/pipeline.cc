@@ -384,30 +384,35 @@ struct PipelineStagesObject : HandleObject {
   const std::shared_ptr<StagesPart> part;
 };
 
-// Takes the user data of all that have some, also on an error.
+// The user data of a stage, where its struct is large enough to have some.
+UserData TakeUserData(const dg_pipeline_stage* stage) {
+  constexpr size_t kEnd = offsetof(dg_pipeline_stage, destroy) + sizeof(dg_pipeline_stage::destroy);
+  if (stage == nullptr || stage->struct_size < kEnd) return UserData(nullptr, nullptr);
+  return UserData(stage->user_data, stage->destroy);
+}
+
+// Takes the user data of all that have some, also on an error, and where there is no memory.
 absl::StatusOr<std::vector<std::shared_ptr<const StageFunctions>>> TakeStages(
     const dg_pipeline_stage* const* stages, size_t count) {
   DG_RETURN_IF_ERROR(CheckArray(stages, count, "stages"));
-  constexpr size_t kUserDataEnd =
-      offsetof(dg_pipeline_stage, destroy) + sizeof(dg_pipeline_stage::destroy);
   std::vector<std::shared_ptr<const StageFunctions>> taken;
   absl::Status first;
-  for (size_t i = 0; i < count; ++i) {
-    const dg_pipeline_stage* const given = stages[i];
-    if (given == nullptr) {
+  size_t i = 0;
+  const absl::Cleanup rest = [&] {
+    while (++i < count) TakeUserData(stages[i]);
+  };
+  for (; i < count; ++i) {
+    UserData user_data = TakeUserData(stages[i]);
+    if (stages[i] == nullptr) {
       first.Update(absl::InvalidArgumentError(absl::StrCat("stages[", i, "] is NULL")));
       continue;
     }
-    absl::StatusOr<dg_pipeline_stage> read =
-        ReadOptions<dg_pipeline_stage>(given, DG_PIPELINE_STAGE_INIT, "dg_pipeline_stage");
-    if (read.ok()) {
-      first.Update(CheckFlags(read->flags, DG_PIPELINE_STAGE_RECOMPUTE, "dg_pipeline_stage"));
-    } else {
-      first.Update(read.status());
-      if (given->struct_size < kUserDataEnd) continue;
-      read = dg_pipeline_stage{};
-    }
-    UserData user_data(given->user_data, given->destroy);
+    const absl::StatusOr<dg_pipeline_stage> read =
+        ReadOptions<dg_pipeline_stage>(stages[i], DG_PIPELINE_STAGE_INIT, "dg_pipeline_stage");
+    first.Update(read.ok()
+                     ? CheckFlags(read->flags, DG_PIPELINE_STAGE_RECOMPUTE, "dg_pipeline_stage")
+                     : read.status());
+    if (!first.ok()) continue;
     taken.push_back(
         std::make_shared<const StageFunctions>(StageFunctions{*read, std::move(user_data)}));
   }
