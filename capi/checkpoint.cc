@@ -224,7 +224,7 @@ absl::StatusOr<CheckpointManagerOptions> ToOptions(const dg_checkpoint_manager_o
       ReadOptions<dg_checkpoint_manager_options>(given, DG_CHECKPOINT_MANAGER_OPTIONS_INIT,
                                                  "dg_checkpoint_manager_options"));
   DG_RETURN_IF_ERROR(
-      CheckFlags(read.flags, DG_CHECKPOINT_ALLOW_DROPPING, "dg_checkpoint_manager_options"));
+      CheckFlags(read.flags, DG_CHECKPOINT_ALLOW_DROPPING, "dg_checkpoint_manager_options.flags"));
   CheckpointManagerOptions options;
   DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
   DG_ASSIGN_OR_RETURN(options.workers, FromStrs(read.workers, read.worker_count, "workers"));
@@ -243,7 +243,7 @@ absl::StatusOr<LoadOptions> ToOptions(const dg_checkpoint_load_options* given) {
                           given, DG_CHECKPOINT_LOAD_OPTIONS_INIT, "dg_checkpoint_load_options"));
   DG_RETURN_IF_ERROR(CheckFlags(read.flags,
                                 DG_CHECKPOINT_LOAD_NOT_STRICT | DG_CHECKPOINT_LOAD_FALL_BACK,
-                                "dg_checkpoint_load_options"));
+                                "dg_checkpoint_load_options.flags"));
   LoadOptions options;
   if (read.step >= 0) options.step = read.step;
   options.strict = (read.flags & DG_CHECKPOINT_LOAD_NOT_STRICT) == 0;

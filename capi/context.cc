@@ -21,7 +21,7 @@ absl::StatusOr<Backward> ToBackward(const dg_tensor* const* roots, size_t root_c
   DG_ASSIGN_OR_RETURN(
       const dg_backward_options read,
       ReadOptions<dg_backward_options>(given, DG_BACKWARD_OPTIONS_INIT, "dg_backward_options"));
-  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_BACKWARD_RETAIN_GRAPH, "dg_backward_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_BACKWARD_RETAIN_GRAPH, "dg_backward_options.flags"));
   backward.options.retain_graph = (read.flags & DG_BACKWARD_RETAIN_GRAPH) != 0;
   backward.options.deadline = ToDeadline(read.timeout_ms, absl::InfinitePast());
   if (read.root_gradients != nullptr) {

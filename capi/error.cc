@@ -129,7 +129,7 @@ absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const vo
 absl::Status CheckFlags(uint64_t flags, uint64_t known, absl::string_view name) {
   if ((flags & ~known) == 0) return absl::OkStatus();
   return absl::UnimplementedError(
-      absl::StrCat(name, ".flags has bits that this version of the library does not know"));
+      absl::StrCat(name, " has bits that this version of the library does not know"));
 }
 
 NoWaitScope::NoWaitScope() : grad_enabled_(at::GradMode::is_enabled()) { ++no_wait_scopes; }

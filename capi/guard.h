@@ -100,6 +100,7 @@ absl::StatusOr<T> ReadOptions(const T* options, const T& defaults, absl::string_
   return read;
 }
 
+// `name` is that of the parameter or field.
 absl::Status CheckFlags(uint64_t flags, uint64_t known, absl::string_view name);
 
 // ----------------------------------------------------------------------------------- Callbacks

@@ -66,7 +66,7 @@ absl::StatusOr<dg_adam_options> ReadAdam(const dg_adam_options* given,
                                          const dg_adam_options& defaults) {
   DG_ASSIGN_OR_RETURN(const dg_adam_options read,
                       ReadOptions<dg_adam_options>(given, defaults, "dg_adam_options"));
-  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_ADAM_AMSGRAD, "dg_adam_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_ADAM_AMSGRAD, "dg_adam_options.flags"));
   DG_RETURN_IF_ERROR(CheckNotNegative(read.learning_rate, "learning_rate"));
   DG_RETURN_IF_ERROR(CheckNotNegative(read.epsilon, "epsilon"));
   DG_RETURN_IF_ERROR(CheckNotNegative(read.weight_decay, "weight_decay"));
@@ -116,7 +116,7 @@ dg_error* dg_optimizer_create_sgd(dg_worker* worker, dg_str name,
     DG_ASSIGN_OR_RETURN(
         const dg_sgd_options read,
         ReadOptions<dg_sgd_options>(options, DG_SGD_OPTIONS_INIT, "dg_sgd_options"));
-    DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_SGD_NESTEROV, "dg_sgd_options"));
+    DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_SGD_NESTEROV, "dg_sgd_options.flags"));
     DG_RETURN_IF_ERROR(CheckNotNegative(read.learning_rate, "learning_rate"));
     DG_RETURN_IF_ERROR(CheckNotNegative(read.momentum, "momentum"));
     DG_RETURN_IF_ERROR(CheckNotNegative(read.weight_decay, "weight_decay"));

@@ -409,9 +409,9 @@ absl::StatusOr<std::vector<std::shared_ptr<const StageFunctions>>> TakeStages(
     }
     const absl::StatusOr<dg_pipeline_stage> read =
         ReadOptions<dg_pipeline_stage>(stages[i], DG_PIPELINE_STAGE_INIT, "dg_pipeline_stage");
-    first.Update(read.ok()
-                     ? CheckFlags(read->flags, DG_PIPELINE_STAGE_RECOMPUTE, "dg_pipeline_stage")
-                     : read.status());
+    first.Update(
+        read.ok() ? CheckFlags(read->flags, DG_PIPELINE_STAGE_RECOMPUTE, "dg_pipeline_stage.flags")
+                  : read.status());
     if (!first.ok()) continue;
     taken.push_back(
         std::make_shared<const StageFunctions>(StageFunctions{*read, std::move(user_data)}));
@@ -568,7 +568,7 @@ dg_error* dg_schedule_create(const dg_schedule_data* data, uint64_t flags,
   return Guard([&]() -> absl::Status {
     DG_RETURN_IF_ERROR(CheckOut(out));
     DG_RETURN_IF_ERROR(
-        CheckFlags(flags, DG_SCHEDULE_ADD_TRANSFERS | DG_SCHEDULE_ADD_STEPS, "a schedule"));
+        CheckFlags(flags, DG_SCHEDULE_ADD_TRANSFERS | DG_SCHEDULE_ADD_STEPS, "flags"));
     DG_ASSIGN_OR_RETURN(
         const dg_schedule_data read,
         ReadOptions<dg_schedule_data>(data, DG_SCHEDULE_DATA_INIT, "dg_schedule_data"));

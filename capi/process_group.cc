@@ -174,7 +174,7 @@ dg_error* dg_gradient_averager_create(dg_process_group* group, const dg_tensor* 
         ReadOptions<dg_gradient_averager_options>(options, DG_GRADIENT_AVERAGER_OPTIONS_INIT,
                                                   "dg_gradient_averager_options"));
     DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_GRADIENT_AVERAGER_DIVIDE_BY_ACTIVE,
-                                  "dg_gradient_averager_options"));
+                                  "dg_gradient_averager_options.flags"));
     DG_ASSIGN_OR_RETURN(const Pinned<ProcessGroupObject> pinned,
                         Pin<ProcessGroupObject>(group, "group"));
     DG_ASSIGN_OR_RETURN(std::vector<NamedTensor> of_model,

@@ -98,7 +98,7 @@ absl::Status CheckMayWaitForEnd(const SharedWorker& worker) {
 }
 
 absl::StatusOr<OnLost> ToOnLost(uint64_t flags) {
-  DG_RETURN_IF_ERROR(CheckFlags(flags, DG_GO_ON_WITHOUT_LOST, "waiting for all workers"));
+  DG_RETURN_IF_ERROR(CheckFlags(flags, DG_GO_ON_WITHOUT_LOST, "flags"));
   return (flags & DG_GO_ON_WITHOUT_LOST) != 0 ? OnLost::kGoOnWithout : OnLost::kFail;
 }
 

@@ -42,8 +42,8 @@ absl::StatusOr<Limits> ToLimits(const dg_limits* given) {
 absl::StatusOr<TlsOptions> ToTlsOptions(const dg_tls_options* given) {
   DG_ASSIGN_OR_RETURN(const dg_tls_options read,
                       ReadOptions<dg_tls_options>(given, DG_TLS_OPTIONS_INIT, "dg_tls_options"));
-  DG_RETURN_IF_ERROR(
-      CheckFlags(read.flags, DG_TLS_ENCRYPT_LOCAL | DG_TLS_NO_ENCRYPT_LOCAL, "dg_tls_options"));
+  DG_RETURN_IF_ERROR(CheckFlags(read.flags, DG_TLS_ENCRYPT_LOCAL | DG_TLS_NO_ENCRYPT_LOCAL,
+                                "dg_tls_options.flags"));
   TlsOptions options;
   DG_ASSIGN_OR_RETURN(options.cert, FromStr(read.cert, "tls.cert"));
   DG_ASSIGN_OR_RETURN(options.key, FromStr(read.key, "tls.key"));
@@ -89,7 +89,7 @@ absl::StatusOr<WorkerOptions> ToWorkerOptions(const dg_worker_options* given) {
   DG_RETURN_IF_ERROR(CheckFlags(
       read.flags,
       DG_WORKER_NO_OPERATORS | DG_WORKER_ALL_OPERATORS | DG_WORKER_JOIN | DG_WORKER_NO_GPU_CHANNEL,
-      "dg_worker_options"));
+      "dg_worker_options.flags"));
   WorkerOptions options;
   DG_ASSIGN_OR_RETURN(options.name, FromStr(read.name, "name"));
   options.join = (read.flags & DG_WORKER_JOIN) != 0;

@@ -63,6 +63,13 @@ static inline bool str_is(dg_str text, const char* want) {
   return text.size == strlen(want) && memcmp(text.data, want, text.size) == 0;
 }
 
+/* Takes the error, which names the parameter `flags` and nothing else. */
+static inline void of_unknown_flags(dg_error* error) {
+  CHECK(str_is(dg_error_message(error),
+               "flags has bits that this version of the library does not know"));
+  CHECK(code_of(error) == DG_UNIMPLEMENTED);
+}
+
 static inline dg_tensor* floats(const float* data, int64_t rows, int64_t columns) {
   int64_t shape[2];
   dg_tensor* tensor = NULL;

@@ -632,8 +632,8 @@ struct MemberEvent {
 class Worker {
  public:
   using Handler = std::function<Message(const Request&)>;
-  // Moves the responder to where the answer will be known; the request lives until then. An
-  // exception that it throws before that is the answer.
+  // Moves the responder to where the answer will be known. What the Request stands for lives until
+  // then, but not the Request: copy it. An exception that it throws before that is the answer.
   using ResponderHandler = std::function<void(const Request&, Responder&&)>;
 
   explicit Worker(const dg_worker_options& options) {

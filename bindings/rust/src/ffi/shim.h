@@ -12,12 +12,13 @@
 #include "rust/cxx.h"
 
 // cxx hands over an exception's text and nothing else, so the code is its first character, and
-// origin and rank follow before the message.
+// origin and rank follow before the message. A code that is newer than the crate is DG_UNKNOWN.
 namespace rust::behavior {
 template <typename Try, typename Fail>
 static void trycatch(Try&& run, Fail&& fail) noexcept {
   const auto text = [](dg_code code, uint32_t origin, uint32_t rank, const char* what) {
-    return std::string(1, static_cast<char>('@' + code)) + std::to_string(origin) + ' ' +
+    const dg_code known = code >= DG_OK && code <= DG_UNAUTHENTICATED ? code : DG_UNKNOWN;
+    return std::string(1, static_cast<char>('@' + known)) + std::to_string(origin) + ' ' +
            std::to_string(rank) + ' ' + what;
   };
   try {
