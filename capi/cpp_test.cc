@@ -142,6 +142,12 @@ void Pipelines(dg::Worker& worker) {
   };
   stages[0].step = [&](dg::ContextRef context) {
     const dg::NoGrad no_grad;
+    const auto gradients = context.Gradients();
+    ASSERT_EQ(gradients.size(), 1u);
+    // There and back, as a step that clips them would go one way.
+    context.SetGradient(w, dg::Op("aten::mul.Tensor", {gradients[0].second, 2}));
+    context.SetGradient(w, dg::Op("aten::div.Tensor", {context.Gradient(w), 2}));
+    EXPECT_NE(context.id(), 0u);
     dg::Op("aten::sub_.Tensor", {w, context.Gradient(w)});
   };
   stages[1].forward = [](const std::vector<dg::Tensor>& in) -> std::vector<dg::Tensor> {
@@ -392,6 +398,24 @@ TEST(CppTest, TracesAndSeveralWorkers) {
     EXPECT_EQ(CodeOf([&] { worker.CallOp("worker0", "aten::neg", {two}, options); }), DG_CANCELLED);
     const auto given_up = worker.CallEach({"worker0"}, "echo", dg::Message("x"), options);
     EXPECT_EQ(std::get<dg::Error>(given_up[0]).code(), DG_CANCELLED);
+  }
+  // A handler runs the backward of its caller's context.
+  {
+    dg::Tensor leaf = dg::Tensor::From<float>({3}, {1});
+    leaf.RequireGrad();
+    worker.Register("train", [leaf](const dg::Request& request) {
+      const dg::ContextRef context = request.context();
+      dg_backward_options again = DG_BACKWARD_OPTIONS_INIT;
+      again.flags = DG_BACKWARD_RETAIN_GRAPH;
+      context.Backward({dg::Op("aten::sum", {leaf})}, again);
+      context.BackwardAsync({dg::Op("aten::sum", {leaf})}).Get();
+      return dg::Message(std::to_string(context.id()));
+    });
+    const dg::Context context(worker);
+    const dg::Message reply = worker.Call("worker0", "train", dg::Message(), &context);
+    EXPECT_EQ(reply.payload(), std::to_string(context.id()));
+    EXPECT_EQ(context.Gradient(leaf).data<float>()[0], 2);
+    EXPECT_EQ(CodeOf([&] { worker.Call("worker0", "train", dg::Message()); }), DG_INVALID_ARGUMENT);
   }
   EXPECT_EQ(CodeOf([&] { worker.StopTrace(); }), DG_FAILED_PRECONDITION);
   worker.StartTrace();

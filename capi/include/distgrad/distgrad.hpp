@@ -551,6 +551,64 @@ class Cancellation {
 
 class Context;
 
+// A context that somebody else keeps: a Context, or the one that a function or a handler is given.
+// Valid as long as that.
+class ContextRef {
+ public:
+  ContextRef(const Context& context) noexcept;  // NOLINT: implicit
+  explicit ContextRef(const dg_context* context) noexcept : context_(context) {}
+
+  uint64_t id() const noexcept { return dg_context_id(get()); }
+  void Backward(const std::vector<Tensor>& roots,
+                const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> handles = internal::Handles(roots);
+    Check(dg_context_backward(get(), handles.data(), handles.size(), &options));
+  }
+  // The same without waiting. Future::Wait() and Get() wait for it; Get() throws its error.
+  Future BackwardAsync(const std::vector<Tensor>& roots,
+                       const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
+    const std::vector<const dg_tensor*> handles = internal::Handles(roots);
+    dg_future* out = nullptr;
+    Check(dg_context_backward_async(get(), handles.data(), handles.size(), &options, &out));
+    return Future(out);
+  }
+  Tensor Gradient(const Tensor& leaf) const {
+    dg_tensor* out = nullptr;
+    Check(dg_context_gradient(get(), leaf.get(), &out));
+    return Tensor(out);
+  }
+  // Returns every leaf of this worker that has a gradient, with the gradient, in no order.
+  std::vector<std::pair<Tensor, Tensor>> Gradients() const {
+    using Pairs = std::vector<std::pair<Tensor, Tensor>>;
+    struct Visit {
+      Pairs pairs;
+      std::exception_ptr thrown;
+    } visited;
+    Check(dg_context_gradients(
+        get(),
+        [](void* data, const dg_tensor* leaf, const dg_tensor* gradient) {
+          Visit& visit = *static_cast<Visit*>(data);
+          try {
+            if (!visit.thrown) {
+              visit.pairs.emplace_back(Tensor::FromBorrowed(leaf), Tensor::FromBorrowed(gradient));
+            }
+          } catch (...) {
+            visit.thrown = std::current_exception();
+          }
+        },
+        &visited));
+    if (visited.thrown) std::rethrow_exception(visited.thrown);
+    return std::move(visited.pairs);
+  }
+  void SetGradient(const Tensor& leaf, const Tensor& gradient) const {
+    Check(dg_context_set_gradient(get(), leaf.get(), gradient.get()));
+  }
+  const dg_context* get() const noexcept { return context_; }
+
+ private:
+  const dg_context* context_;
+};
+
 // The request that a handler gets; borrowed for the call.
 class Request {
  public:
@@ -565,6 +623,9 @@ class Request {
     Check(dg_message_tensor(request_->message, index, &out));
     return Tensor(out);
   }
+  // Returns the caller's context. If the call was made in none, what is done with it throws
+  // DG_INVALID_ARGUMENT.
+  ContextRef context() const noexcept { return ContextRef(request_->context); }
   // Returns options for nested calls: in the caller's context, with what is left of its timeout,
   // and cancelled with its call.
   dg_call_options Nested() const noexcept {
@@ -813,50 +874,20 @@ class Context {
     handle_ = Handle<dg_context, dg_context_destroy>(out);
   }
 
-  uint64_t id() const noexcept { return dg_context_id(get()); }
+  // As those of a ContextRef.
+  uint64_t id() const noexcept { return ContextRef(*this).id(); }
   void Backward(const std::vector<Tensor>& roots,
                 const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
-    const std::vector<const dg_tensor*> handles = internal::Handles(roots);
-    Check(dg_context_backward(get(), handles.data(), handles.size(), &options));
+    ContextRef(*this).Backward(roots, options);
   }
-  // The same without waiting. Future::Wait() and Get() wait for it; Get() throws its error.
   Future BackwardAsync(const std::vector<Tensor>& roots,
                        const dg_backward_options& options = DG_BACKWARD_OPTIONS_INIT) const {
-    const std::vector<const dg_tensor*> handles = internal::Handles(roots);
-    dg_future* out = nullptr;
-    Check(dg_context_backward_async(get(), handles.data(), handles.size(), &options, &out));
-    return Future(out);
+    return ContextRef(*this).BackwardAsync(roots, options);
   }
-  Tensor Gradient(const Tensor& leaf) const {
-    dg_tensor* out = nullptr;
-    Check(dg_context_gradient(get(), leaf.get(), &out));
-    return Tensor(out);
-  }
-  // Returns every leaf of this worker that has a gradient, with the gradient, in no order.
-  std::vector<std::pair<Tensor, Tensor>> Gradients() const {
-    using Pairs = std::vector<std::pair<Tensor, Tensor>>;
-    struct Visit {
-      Pairs pairs;
-      std::exception_ptr thrown;
-    } visited;
-    Check(dg_context_gradients(
-        get(),
-        [](void* data, const dg_tensor* leaf, const dg_tensor* gradient) {
-          Visit& visit = *static_cast<Visit*>(data);
-          try {
-            if (!visit.thrown) {
-              visit.pairs.emplace_back(Tensor::FromBorrowed(leaf), Tensor::FromBorrowed(gradient));
-            }
-          } catch (...) {
-            visit.thrown = std::current_exception();
-          }
-        },
-        &visited));
-    if (visited.thrown) std::rethrow_exception(visited.thrown);
-    return std::move(visited.pairs);
-  }
+  Tensor Gradient(const Tensor& leaf) const { return ContextRef(*this).Gradient(leaf); }
+  std::vector<std::pair<Tensor, Tensor>> Gradients() const { return ContextRef(*this).Gradients(); }
   void SetGradient(const Tensor& leaf, const Tensor& gradient) const {
-    Check(dg_context_set_gradient(get(), leaf.get(), gradient.get()));
+    ContextRef(*this).SetGradient(leaf, gradient);
   }
   void Release() { Check(dg_context_release(get())); }
   dg_context* get() const noexcept { return handle_.get(); }
@@ -865,22 +896,7 @@ class Context {
   Handle<dg_context, dg_context_destroy> handle_;
 };
 
-// A context that somebody else keeps: a Context, or the one that a function is given. Valid as long
-// as that.
-class ContextRef {
- public:
-  ContextRef(const Context& context) noexcept : context_(context.get()) {}  // NOLINT: implicit
-  explicit ContextRef(const dg_context* context) noexcept : context_(context) {}
-  Tensor Gradient(const Tensor& leaf) const {
-    dg_tensor* out = nullptr;
-    Check(dg_context_gradient(get(), leaf.get(), &out));
-    return Tensor(out);
-  }
-  const dg_context* get() const noexcept { return context_; }
-
- private:
-  const dg_context* context_;
-};
+inline ContextRef::ContextRef(const Context& context) noexcept : context_(context.get()) {}
 
 namespace internal {
 inline dg_call_options In(const Context* context) noexcept {
