@@ -492,6 +492,20 @@ TEST(CppTest, TracesAndSeveralWorkers) {
   EXPECT_EQ(CodeOf([&] { dg::Optimizer(*moved, "", {x}, sgd); }), DG_INVALID_ARGUMENT);
   EXPECT_EQ(CodeOf([&] { dg::Optimizer::Adam(*moved, "", {x}); }), DG_INVALID_ARGUMENT);
   EXPECT_EQ(CodeOf([&] { dg::Optimizer::AdamW(*moved, "", {x}); }), DG_INVALID_ARGUMENT);
+  // Calls in a context that was moved from are refused, rather than made without one.
+  const auto from = std::make_unique<dg::Context>(worker);
+  const dg::Context to = std::move(*from);
+  const std::vector<std::function<void(const dg::Context* in)>> makes_call = {
+      [&](const dg::Context* in) { worker.Call("worker0", "echo", dg::Message("x"), in); },
+      [&](const dg::Context* in) { worker.CallAsync("worker0", "echo", dg::Message("x"), in); },
+      [&](const dg::Context* in) { worker.CallOp("worker0", "aten::neg", {x}, in); },
+      [&](const dg::Context* in) { worker.CallOpAsync("worker0", "aten::neg", {x}, in); },
+      [&](const dg::Context* in) { worker.CallEach({"worker0"}, "echo", dg::Message("x"), in); }};
+  for (const auto& call : makes_call) {
+    EXPECT_EQ(CodeOf([&] { call(&to); }), DG_OK);
+    EXPECT_EQ(CodeOf([&] { call(nullptr); }), DG_OK);
+    EXPECT_EQ(CodeOf([&] { call(from.get()); }), DG_INVALID_ARGUMENT);
+  }
 }
 
 TEST(CppTest, FilesAndCheckpoints) {

@@ -899,9 +899,15 @@ class Context {
 inline ContextRef::ContextRef(const Context& context) noexcept : context_(context.get()) {}
 
 namespace internal {
-inline dg_call_options In(const Context* context) noexcept {
+inline dg_call_options In(const Context* context) {
   dg_call_options options = DG_CALL_OPTIONS_INIT;
-  options.context = context == nullptr ? nullptr : context->get();
+  if (context == nullptr) return options;
+  options.context = context->get();
+  // Of one that was moved from. To the library NULL means no context, and nothing would record the
+  // call.
+  if (options.context == nullptr) {
+    throw Error(DG_INVALID_ARGUMENT, "context is NULL, and has to be a valid dg_context");
+  }
   return options;
 }
 }  // namespace internal
