@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "capi/guard.h"
 #include "capi/handles.h"
 #include "capi/include/distgrad/distgrad.h"
 #include "core/parallel/process_group/gradient_averager.h"
@@ -16,6 +17,9 @@ struct AveragerObject : HandleObject {
   using Handle = dg_gradient_averager;
   static constexpr HandleKind kKind = HandleKind::kAverager;
   static constexpr char kName[] = "dg_gradient_averager";
+
+  // It may be the last that keeps the group.
+  ~AveragerObject() override { EndWherePossible(std::move(averager)); }
 
   // Stages of pipelines have it, too.
   std::shared_ptr<GradientAverager> averager;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <memory>
 #include <new>
 #include <string>
 #include <utility>
@@ -20,6 +21,7 @@
 #include "absl/time/time.h"
 #include "capi/handles.h"
 #include "capi/include/distgrad/distgrad.h"
+#include "core/base/blocking.h"
 #include "core/base/deadline.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
@@ -136,6 +138,19 @@ absl::Status EndInBackground(F end) noexcept {
     return internal::StartClosing(std::move(end));
   } catch (const std::bad_alloc&) {
     return StatusFromException(std::current_exception());
+  }
+}
+
+// Lets go of what may wait when it ends: here, or on a thread of its own, where this one must not
+// wait. If there is none to be had it ends here all the same.
+template <typename T>
+void EndWherePossible(std::shared_ptr<T> last) noexcept {
+  if (last == nullptr) return;
+  if (MayWait()) {
+    const BlockingScope blocking;
+    last = nullptr;
+  } else {
+    EndInBackground([last = std::move(last)] {}).IgnoreError();
   }
 }
 

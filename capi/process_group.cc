@@ -26,6 +26,8 @@ struct ProcessGroupObject : HandleObject {
   static constexpr HandleKind kKind = HandleKind::kProcessGroup;
   static constexpr char kName[] = "dg_process_group";
 
+  ~ProcessGroupObject() override { EndWherePossible(std::move(group)); }
+
   std::shared_ptr<ProcessGroup> group;
 };
 

@@ -147,6 +147,37 @@ static void averages(int rank) {
   dg_tensor_destroy(w);
 }
 
+typedef struct last_handles {
+  dg_process_group* group;
+  dg_gradient_averager* averager;
+} last_handles;
+
+/* The destructor of user data, where nothing may wait. */
+static void destroy_handles(void* user_data) {
+  const last_handles* last = (const last_handles*)user_data;
+  dg_process_group_destroy(last->group);
+  dg_gradient_averager_destroy(last->averager);
+}
+
+/* A thread of the library ends the group, and another one may have its name. */
+static void ends_where_nothing_may_wait(int rank) {
+  const float one = 1;
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  dg_tensor *w = floats(&one, 1, 1), *owner = NULL;
+  const dg_tensor* parameter = w;
+  last_handles last = {NULL, NULL};
+  OK(dg_tensor_require_grad(w));
+  options.name = DG_STR("again");
+  for (int i = 0; i < 2; ++i) {
+    OK(dg_process_group_create(workers[rank], &options, &last.group));
+    OK(dg_gradient_averager_create(last.group, &parameter, 1, NULL, &last.averager));
+    OK(dg_tensor_from_memory(&last, DG_UINT8, NULL, NULL, 0, &last, destroy_handles, &owner));
+    dg_tensor_destroy(owner);
+    FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(last.group, &parameter, 1));
+  }
+  dg_tensor_destroy(w);
+}
+
 /* ----------------------------------------------------------------------- Replicas of pipelines */
 
 /* x * w of one number each; the user data is w. */
@@ -448,6 +479,7 @@ int main(void) {
   on_all(make_group);
   on_all(collectives);
   on_all(averages);
+  on_all(ends_where_nothing_may_wait);
   on_all(replicas_of_pipeline);
   test_tied();
   on_all(differ);

@@ -1948,6 +1948,9 @@ typedef struct dg_process_group_options {
 DG_API DG_MUST_USE dg_error* dg_process_group_create(dg_worker* worker,
                                                      const dg_process_group_options* options,
                                                      dg_process_group** out) DG_NOEXCEPT;
+/* The group ends with the last of its handle and its averagers. That waits for collectives in
+ * flight, each until its time-out; in the callback of a future or a cancellation, and in
+ * destructors of user data, a thread of the library does that. */
 DG_API void dg_process_group_destroy(dg_process_group* group) DG_NOEXCEPT;
 
 /* Return 0 if `group` is not a valid handle. */
@@ -2000,6 +2003,7 @@ typedef struct dg_gradient_averager_options {
 DG_API DG_MUST_USE dg_error* dg_gradient_averager_create(
     dg_process_group* group, const dg_tensor* const* parameters, size_t parameter_count,
     const dg_gradient_averager_options* options, dg_gradient_averager** out) DG_NOEXCEPT;
+/* Waits as dg_process_group_destroy does. */
 DG_API void dg_gradient_averager_destroy(dg_gradient_averager* averager) DG_NOEXCEPT;
 
 /* Averages the gradients that a context has for the parameters, between its backward and the
