@@ -446,8 +446,7 @@ void ReportSplit(SplitJob job) {
       {"ZB-H2", *ZeroBubbleH2(processes, job.micro_batches)}};
   const auto add = [&](const std::string& name, const Schedule& schedule, size_t in_flight,
                        double at_most) {
-    Schedule with_steps = schedule;
-    AddSteps(&with_steps);
+    const Schedule with_steps = WithSteps(schedule);
     const std::string trace = absl::StrCat(name, "-", job.name, "-", job.micro_batches);
     all.emplace_back(
         absl::StrCat(processes, " processes, 1 thread each, ", name),

@@ -574,7 +574,7 @@ dg_error* dg_schedule_create(const dg_schedule_data* data, uint64_t flags,
         ReadOptions<dg_schedule_data>(data, DG_SCHEDULE_DATA_INIT, "dg_schedule_data"));
     DG_ASSIGN_OR_RETURN(Schedule schedule, ToSchedule(read));
     if ((flags & DG_SCHEDULE_ADD_TRANSFERS) != 0) AddTransfers(&schedule);
-    if ((flags & DG_SCHEDULE_ADD_STEPS) != 0) AddSteps(&schedule);
+    if ((flags & DG_SCHEDULE_ADD_STEPS) != 0) schedule = WithSteps(std::move(schedule));
     DG_RETURN_IF_ERROR(Check(schedule));
     return GiveSchedule(std::move(schedule), out);
   });

@@ -60,7 +60,7 @@ absl::StatusOr<Pipeline*> DistributedLearner::PipelineFor(int64_t images, bool s
     // with fewer micro-batches all ranks are idle for longer then.
     const int ahead = std::max(1, std::min(3, micro_batches / std::max(1, stages - 1)));
     DG_ASSIGN_OR_RETURN(Schedule schedule, ZeroBubble(stages, micro_batches, ahead));
-    if (steps) AddSteps(&schedule);
+    if (steps) schedule = WithSteps(std::move(schedule));
     DG_ASSIGN_OR_RETURN(pipeline, Pipeline::Create(worker_, {.name = kPipeline,
                                                              .workers = worker_->names(),
                                                              .schedule = std::move(schedule)}));

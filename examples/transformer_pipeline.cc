@@ -109,11 +109,10 @@ absl::StatusOr<std::unique_ptr<PipelineTextLearner>> PipelineTextLearner::Create
   const std::vector<std::string> workers(all.begin() + worker->rank(),
                                          all.begin() + worker->rank() + options.stages);
   DG_ASSIGN_OR_RETURN(Schedule schedule, MakeSchedule(options));
-  AddSteps(&schedule);
-  DG_ASSIGN_OR_RETURN(
-      std::unique_ptr<Pipeline> pipeline,
-      Pipeline::Create(worker,
-                       {.name = kPipeline, .workers = workers, .schedule = std::move(schedule)}));
+  DG_ASSIGN_OR_RETURN(std::unique_ptr<Pipeline> pipeline,
+                      Pipeline::Create(worker, {.name = kPipeline,
+                                                .workers = workers,
+                                                .schedule = WithSteps(std::move(schedule))}));
   return std::unique_ptr<PipelineTextLearner>(
       new PipelineTextLearner(worker, workers, std::move(pipeline), server.leaders()));
 }

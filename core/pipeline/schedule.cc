@@ -390,12 +390,13 @@ void AddTransfers(Schedule* schedule) {
   }
 }
 
-void AddSteps(Schedule* schedule) {
-  for (int s = 0; s < schedule->stages(); ++s) {
-    const int rank = schedule->rank_of_stage[s];
-    if (rank < 0 || rank >= schedule->ranks()) continue;
-    schedule->lists[rank].push_back({Kind::kStep, s});
+Schedule WithSteps(Schedule schedule) {
+  for (int s = 0; s < schedule.stages(); ++s) {
+    const int rank = schedule.rank_of_stage[s];
+    if (rank < 0 || rank >= schedule.ranks()) continue;
+    schedule.lists[rank].push_back({Kind::kStep, s});
   }
+  return schedule;
 }
 
 absl::StatusOr<Timeline> Simulate(const Schedule& schedule, ActionTime time) {

@@ -3,7 +3,7 @@
 // another rank it waits for.
 //
 //   absl::StatusOr<Schedule> schedule = OneForwardOneBackward(/*stages=*/4, /*micro_batches=*/8);
-//   AddSteps(&*schedule);  // where each stage steps an optimizer of its own
+//   Schedule trains = WithSteps(*schedule);  // where each stage steps an optimizer of its own
 //
 // Or a list of one's own: fill in `lists` with what is computed, let AddTransfers() put in what is
 // sent and received, and ask Check().
@@ -118,10 +118,10 @@ absl::StatusOr<Schedule> ForwardOnly(std::vector<int> rank_of_stage, int micro_b
 // about what they name.
 void AddTransfers(Schedule* schedule);
 
-// Puts the optimizer's step of each stage behind the list of its rank, where steps in flight
-// (Pipeline::Start) train. Check() refuses two steps of a stage, and any without a backward. Does
-// nothing for a stage whose rank does not exist.
-void AddSteps(Schedule* schedule);
+// The same with the optimizer's step of each stage behind the list of its rank, where steps in
+// flight (Pipeline::Start) train. Check() refuses two steps of a stage, and any without a backward.
+// Has none of a stage whose rank does not exist.
+[[nodiscard]] Schedule WithSteps(Schedule schedule);
 
 // ---- What a schedule does.
 

@@ -536,8 +536,7 @@ TEST(ScheduleTest, StepsAreAddedBehindAllElse) {
   for (const absl::StatusOr<Schedule>& made :
        {GPipe(3, 4), ZeroBubbleH2(3, 4), InterleavedOneForwardOneBackward(2, 2, 4)}) {
     ASSERT_TRUE(made.ok()) << made.status();
-    Schedule schedule = *made;
-    AddSteps(&schedule);
+    const Schedule schedule = WithSteps(*made);
     EXPECT_EQ(Check(schedule), absl::OkStatus());
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       std::vector<Action> expected = made->lists[rank];
@@ -546,12 +545,11 @@ TEST(ScheduleTest, StepsAreAddedBehindAllElse) {
       }
       EXPECT_TRUE(schedule.lists[rank] == expected) << "rank " << rank;
     }
-    AddSteps(&schedule);
-    EXPECT_EQ(Check(schedule).code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(Check(WithSteps(schedule)).code(), absl::StatusCode::kInvalidArgument);
   }
   Schedule wrong = *GPipe(2, 2);
   wrong.rank_of_stage = {0, 7};
-  AddSteps(&wrong);
+  wrong = WithSteps(wrong);
   EXPECT_EQ(wrong.lists[0].back(), (Action{Kind::kStep, 0}));
   EXPECT_FALSE(wrong.lists[1].back() == (Action{Kind::kStep, 1}));
 }

@@ -50,7 +50,7 @@ struct PipelineStage {
   // the last bit the same; it is sparse where all of them are. Post-accumulate hooks are not called
   // for them. With steps in flight ranks of one worker must not have one tensor for it.
   std::map<std::string, at::Tensor> tied = {};
-  // What Action::Kind::kStep does, where a schedule has it (AddSteps(); else nothing calls this,
+  // What Action::Kind::kStep does, where a schedule has it (WithSteps(); else nothing calls this,
   // and nothing is trained unless an optimizer steps after Train()): with the context of the step,
   // which has this stage's gradients. Runs in the modes of a new thread, as an optimizer's step
   // beside a forward under autocast does: without autocast, and with gradient mode on. Null: a step

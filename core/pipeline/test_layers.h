@@ -101,12 +101,6 @@ inline std::unique_ptr<Pipeline> MakePipeline(
   return *std::move(made);
 }
 
-// The same schedule with a step of the optimizer for each stage, at the end of its rank's list.
-inline Schedule WithSteps(Schedule schedule) {
-  AddSteps(&schedule);
-  return schedule;
-}
-
 // A copy of a tensor. On the way back `call` is called, which outlives that; the backward throws
 // what it throws.
 struct CallOnTheWayBack : torch::autograd::Function<CallOnTheWayBack> {

@@ -95,8 +95,8 @@ std::function<absl::Status(const Context&)> StepOf(torch::nn::Linear layer) {
   return [optimizer](const Context& context) { return optimizer->Step(context); };
 }
 
-// With a pipeline whose schedule has these steps, by AddSteps(): while one batch is at its end, the
-// next one begins. Returns the loss of the last batch.
+// With a pipeline whose schedule has these steps, by WithSteps(): while one batch is at its end,
+// the next one begins. Returns the loss of the last batch.
 absl::StatusOr<double> TrainInFlight(Worker* worker, Pipeline* pipeline, const at::Tensor& inputs,
                                      const at::Tensor& targets, int steps) {
   std::deque<std::pair<Context, PipelineStep>> in_flight;
@@ -194,11 +194,9 @@ TEST(PipelinesPageTest, StepsInFlightLearn) {
     ASSERT_TRUE(made.ok()) << made.status();
     stages.push_back(*std::move(made));
   }
-  Schedule schedule = *ZeroBubbleH2(2, 4);
-  AddSteps(&schedule);
-  const auto pipeline = Pipeline::Create(
-      &cluster[0],
-      {.name = "model", .workers = {"worker0", "worker1"}, .schedule = std::move(schedule)});
+  const auto pipeline = Pipeline::Create(&cluster[0], {.name = "model",
+                                                       .workers = {"worker0", "worker1"},
+                                                       .schedule = WithSteps(*ZeroBubbleH2(2, 4))});
   ASSERT_TRUE(pipeline.ok()) << pipeline.status();
   const at::Tensor inputs = at::rand({16, 4}), targets = at::zeros({16, 1});
   const auto first = TrainInFlight(&cluster[0], pipeline->get(), inputs, targets, 1);

@@ -181,7 +181,7 @@ PipelineModel::PipelineModel(const Action& action, int workers)
   }
   Must(made.status());
   schedule = *std::move(made);
-  if (in_flight > 1) AddSteps(&schedule);
+  if (in_flight > 1) schedule = WithSteps(std::move(schedule));
   for (int rank = 0; rank < ranks; ++rank) {
     worker_of_rank.push_back(static_cast<int>(random() % workers));
   }
