@@ -19,6 +19,8 @@ fn main() {
     let Some((include, lib)) = find() else {
         // Not an error here, for rustdoc goes through here too: src/lib.rs says what to do.
         println!("cargo::rustc-cfg=distgrad_missing");
+        // A path that is never there has cargo look again each time: it may be installed by then.
+        println!("cargo::rerun-if-changed=no-library");
         return;
     };
     for header in ["distgrad.h", "distgrad.hpp"] {
