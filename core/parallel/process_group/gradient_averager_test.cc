@@ -197,6 +197,53 @@ TEST(GradientAveragerTest, NothingIsCopiedBackThatNobodyElseHolds) {
   });
 }
 
+// As a backward leaves them where it gives two parameters the same values: libtorch keeps what it
+// has computed, and both look at it.
+TEST(GradientAveragerTest, GradientsThatShareTheirMemoryAreTwo) {
+  for (const bool is_part : {false, true}) {
+    RunRanks(2, [is_part](Group group) {
+      const Tensor a = Parameter({8}), b = Parameter({is_part ? 4 : 8});
+      const Tensor c = torch::arange(8, torch::kFloat).view({2, 4});
+      const auto averager = NewAverager(group, {{"a", a}, {"b", b}}, {}, {.bucket_bytes = 1024});
+      if (group->rank() == 1) {
+        (a.view({2, 4}) * c).sum().backward();
+      } else if (is_part) {
+        const at::AutoGradMode grad(true);
+        {
+          const GradientAverager::NoSync no_sync(*averager);
+          (a.view({2, 4}) * c).sum().backward();
+        }
+        b.mutable_grad() = a.grad().narrow(0, 4, 4);
+        EXPECT_EQ(averager->Average(), absl::OkStatus());
+      } else {
+        ((a.view({2, 4}) + b.view({2, 4})) * c).sum().backward();
+      }
+      EXPECT_TRUE(a.grad().equal(c.view({8}))) << a.grad();
+      const Tensor of_b = c.view({8}).narrow(0, is_part ? 4 : 0, b.numel());
+      EXPECT_TRUE(b.grad().equal(of_b / 2)) << b.grad();
+    });
+  }
+}
+
+// Of a program that has all its gradients in one buffer, and clips that.
+TEST(GradientAveragerTest, PartsOfABufferOfTheProgramsStayThere) {
+  RunRanks(2, [](Group group) {
+    const Tensor a = Parameter({2, 2}), b = Parameter({2, 2});
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}}, {}, {.bucket_bytes = 1024});
+    for (const bool columns : {false, true}) {
+      const Tensor flat = columns ? torch::zeros({2, 4}) : torch::zeros({4, 2});
+      const int64_t dim = columns ? 1 : 0;
+      a.mutable_grad() = flat.narrow(dim, 0, 2);
+      b.mutable_grad() = flat.narrow(dim, 2, 2);
+      ((a.sum() + b.sum() * 3) * group->rank()).backward();
+      EXPECT_TRUE(flat.narrow(dim, 0, 2).equal(torch::full({2, 2}, 0.5f))) << flat;
+      EXPECT_TRUE(flat.narrow(dim, 2, 2).equal(torch::full({2, 2}, 1.5f))) << flat;
+      EXPECT_TRUE(a.grad().is_alias_of(flat));
+      EXPECT_TRUE(b.grad().is_alias_of(flat));
+    }
+  });
+}
+
 TEST(GradientAveragerTest, BucketsAreInFlightWhileTheBackwardRuns) {
   RunRanks(2, [](Group group) {
     const Tensor first = Parameter({8}), last = Parameter({8});

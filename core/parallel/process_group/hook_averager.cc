@@ -27,6 +27,38 @@ bool IsPrivate(const at::Tensor& gradient) {
          !gradient.requires_grad();
 }
 
+// Which of the gradients, by parameter, share memory with another one: libtorch leaves such where
+// a backward gives two parameters the same values. What would be written to one would be the
+// other's, too. Parts of a program's own buffer do not: they lie side by side.
+std::vector<bool> Overlapping(const std::vector<at::Tensor>& gradients) {
+  struct Place {
+    uintptr_t begin, end;
+    size_t parameter;
+  };
+  std::vector<Place> places;
+  for (size_t k = 0; k < gradients.size(); ++k) {
+    const at::Tensor& gradient = gradients[k];
+    if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.numel() == 0 ||
+        !gradient.is_non_overlapping_and_dense()) {
+      continue;
+    }
+    const auto begin = reinterpret_cast<uintptr_t>(gradient.const_data_ptr());
+    places.push_back({begin, begin + gradient.nbytes(), k});
+  }
+  std::sort(places.begin(), places.end(),
+            [](const Place& a, const Place& b) { return a.begin < b.begin; });
+  std::vector<bool> overlapping(gradients.size());
+  // Of those before, the one that ends last.
+  const Place* last = nullptr;
+  for (const Place& place : places) {
+    if (last != nullptr && place.begin < last->end) {
+      overlapping[last->parameter] = overlapping[place.parameter] = true;
+    }
+    if (last == nullptr || place.end > last->end) last = &place;
+  }
+  return overlapping;
+}
+
 bool IsZero(const at::Tensor& gradient) {
   const at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   return at::count_nonzero(values).item<int64_t>() == 0;
@@ -197,6 +229,7 @@ std::vector<at::Tensor> HookAverager::GradientsIn(size_t bucket) {
 absl::Status HookAverager::FinishRound() {
   const std::vector<at::Tensor> gradients = Gradients();
   DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages, round_->Finish(gradients, touched_));
+  const std::vector<bool> overlapping = Overlapping(gradients);
   for (const Bucket& bucket : plan_.buckets()) {
     std::vector<at::Tensor> to, from;
     for (const Bucket::Slot& slot : bucket.slots) {
@@ -205,7 +238,7 @@ absl::Status HookAverager::FinishRound() {
       if (!average.defined()) continue;
       // Outside of inference mode nobody may write to a gradient of that.
       if (gradient.defined() && gradient.layout() == at::kStrided && bucket.flat &&
-          !gradient.is_inference() && !IsPrivate(gradient)) {
+          !gradient.is_inference() && !overlapping[slot.tensor] && !IsPrivate(gradient)) {
         to.push_back(gradient);
         from.push_back(average);
       } else {
