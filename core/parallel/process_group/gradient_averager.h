@@ -103,8 +103,8 @@ class GradientAverager {
     GradientAverager& averager_;
   };
 
-  // Averages the .grad of all parameters, as a backward does. For a rank whose backward reaches
-  // none of the parameters, too: nothing else tells the others.
+  // Averages the .grad of all parameters, as a backward does, also those that no backward gave. For
+  // a rank whose backward reaches none of the parameters, too: nothing else tells the others.
   absl::Status Average();
 
   // Averages the gradients that a context has for the parameters, once its backward is done on all

@@ -117,6 +117,23 @@ TEST(GradientAveragerTest, AverageTakesGradientsThatNoBackwardGave) {
   });
 }
 
+// Also where a backward that does not reach them is averaged before that.
+TEST(GradientAveragerTest, AGradientThatNoBackwardGaveIsAveragedBesideABackward) {
+  RunRanks(2, [](Group group) {
+    const float rank = group->rank();
+    const Tensor a = Parameter({8}), b = Parameter({8});
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}});
+    for (int step = 0; step < 2; ++step) {
+      b.mutable_grad().reset();
+      a.mutable_grad() = torch::full({8}, rank + 1);
+      (b.sum() * rank).backward();
+      EXPECT_EQ(averager->Average(), absl::OkStatus());
+      EXPECT_TRUE(a.grad().equal(torch::full({8}, 1.5f))) << a.grad();
+      EXPECT_TRUE(b.grad().equal(torch::full({8}, 0.5f))) << b.grad();
+    }
+  });
+}
+
 // They have no version, which would throw, and fail the group for all.
 TEST(GradientAveragerTest, AverageTakesGradientsOfInferenceMode) {
   RunRanks(2, [](Group group) {
@@ -1082,6 +1099,13 @@ TEST(GradientAveragerTest, AnAverageThatNobodyHadInputForChangesNothing) {
       const absl::Status status = averager->Join().status();
       EXPECT_TRUE(Contains(status, "'w' still has the gradient of the last average")) << status;
       EXPECT_TRUE(w.grad().equal(torch::ones({2}))) << w.grad();
+      if (!in_backward) return;    // what is changed may be new there
+      w.mutable_grad().mul_(0.5);  // as clipping does
+      for (int i = 0; i < 2; ++i) {
+        const auto others = averager->Join({.keep_gradients = true});
+        ASSERT_TRUE(others.ok()) << others.status();
+        EXPECT_FALSE(*others);
+      }
     });
   }
 }

@@ -71,7 +71,8 @@ HookAverager::HookAverager(const AveragingPlan& plan, AveragingSequence& sequenc
       sequence_(sequence),
       in_backward_(in_backward),
       touched_(plan_.parameters().size(), false),
-      seen_(plan_.parameters().size(), Unseen()) {
+      seen_(plan_.parameters().size(), Unseen()),
+      left_(plan_.parameters().size(), Unseen()) {
   sequence_.Add(this);
 }
 
@@ -205,6 +206,14 @@ void HookAverager::FailRound(const char* what) {
                    " buckets were being averaged, after the gradient of '", last, "'")));
 }
 
+void HookAverager::TouchWhatWasSet() {
+  for (size_t k = 0; k < touched_.size(); ++k) {
+    if (plan_.bucket_of(k) < round_->begun()) continue;  // the others have been told of it
+    const at::Tensor& gradient = plan_.parameters()[k].tensor.grad();
+    if (gradient.defined() && left_[k] != SeenOf(gradient)) touched_[k] = true;
+  }
+}
+
 at::Tensor HookAverager::GradientOf(size_t parameter) {
   const at::Tensor& gradient = plan_.parameters()[parameter].tensor.grad();
   // What a backward that failed, or one under NoSync, had left there was not wanted.
@@ -227,6 +236,7 @@ std::vector<at::Tensor> HookAverager::GradientsIn(size_t bucket) {
 }
 
 absl::Status HookAverager::FinishRound() {
+  TouchWhatWasSet();
   const std::vector<at::Tensor> gradients = Gradients();
   DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> averages, round_->Finish(gradients, touched_));
   const std::vector<bool> overlapping = Overlapping(gradients);
@@ -250,8 +260,8 @@ absl::Status HookAverager::FinishRound() {
   DG_RETURN_IF_ERROR(sequence_.EndRound(*round_));
   round_.reset();
   touched_.assign(touched_.size(), false);
-  for (size_t k = 0; k < seen_.size(); ++k) {
-    seen_[k] = SeenOf(plan_.parameters()[k].tensor.grad());
+  for (size_t k = 0; k < left_.size(); ++k) {
+    if (averages[k].defined()) left_[k] = SeenOf(plan_.parameters()[k].tensor.grad());
   }
   return absl::OkStatus();
 }
@@ -261,14 +271,8 @@ absl::Status HookAverager::Average() {
   if (!HasBegun()) DG_RETURN_IF_ERROR(sequence_.MayBegin());
   return sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
     DG_RETURN_IF_ERROR(GiveUp());
-    for (size_t k = 0; k < touched_.size(); ++k) {
-      const at::Tensor& gradient = plan_.parameters()[k].tensor.grad();
-      if (!in_backward_) {
-        touched_[k] = gradient.defined();
-      } else if (gradient.defined() && seen_[k] != SeenOf(gradient)) {
-        // Not all come by a backward with hooks: a program may have set one.
-        touched_[k] = true;
-      }
+    for (size_t k = 0; !in_backward_ && k < touched_.size(); ++k) {
+      touched_[k] = plan_.parameters()[k].tensor.grad().defined();
     }
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     OpenRound();
@@ -283,9 +287,9 @@ absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
     const auto& [name, tensor, sparse] = plan_.parameters()[k];
     const at::Tensor& gradient = tensor.grad();
     if (!gradient.defined()) continue;
-    const bool is_seen = seen_[k] == SeenOf(gradient);
+    const bool is_left = left_[k] == SeenOf(gradient);
     // Without hooks nobody else knows of a gradient that is still to be averaged.
-    const bool may_be_new = touched_[k] || (!in_backward_ && !is_seen);
+    const bool may_be_new = touched_[k] || (!in_backward_ && !is_left);
     // One that was set to zero, by zero_grad(false) say, has been reset.
     if (may_be_new && !IsZero(gradient)) {
       return absl::FailedPreconditionError(
@@ -294,10 +298,10 @@ absl::Status HookAverager::CheckMayJoin(bool keep_gradients) const {
                        "reset it"));
     }
     // It may have been changed since, by clipping, say.
-    if (!keep_gradients && (is_seen || !IsZero(gradient))) {
+    if (!keep_gradients && (is_left || !IsZero(gradient))) {
       return absl::FailedPreconditionError(absl::StrCat(
           "Join(): '", name,
-          is_seen ? "' still has the gradient of the last average"
+          is_left ? "' still has the gradient of the last average"
                   : "' has a gradient that no backward since the last average has given: that "
                     "average's, changed since, or one that the program has set itself",
           "; call zero_grad() where the other ranks do, or, for further averages in one step, give "
@@ -319,14 +323,15 @@ absl::StatusOr<bool> HookAverager::Join(bool keep_gradients) {
         wrong = CheckMayJoin(keep_gradients);
         if (!wrong.ok()) return absl::OkStatus();
         DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
-        // The gradients are still those of the last average where nobody had input for this one.
-        std::vector<Seen> seen = seen_;
+        // They are as before where nobody had input for this average.
+        std::vector<bool> touched = touched_;
         OpenRound(/*active=*/false);
+        TouchWhatWasSet();
         DG_RETURN_IF_ERROR(round_->Begin(Gradients(), touched_));
         DG_ASSIGN_OR_RETURN(any, sequence_.AnyActive(*round_));
         if (any) return FinishRound();
         round_.reset();
-        seen_ = std::move(seen);
+        touched_ = std::move(touched);
         return absl::OkStatus();
       }));
   DG_RETURN_IF_ERROR(wrong);

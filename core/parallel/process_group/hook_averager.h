@@ -76,6 +76,9 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   // Averages .grad with what has begun.
   absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // Marks gradients that no backward gave, as those that a program has set, where their buckets
+  // have not begun.
+  void TouchWhatWasSet() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Returns the .grad of a parameter. One that has been reset is no longer touched.
   at::Tensor GradientOf(size_t parameter) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Returns the gradients of all parameters, between backwards.
@@ -102,8 +105,10 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   // libtorch's numbers of that backward and of those within it.
   std::vector<int> backwards_ ABSL_GUARDED_BY(sequence_.mu());
   std::vector<size_t> missing_ ABSL_GUARDED_BY(sequence_.mu());  // gradients, by bucket
-  // The gradients that the last average has left, by parameter; between two backwards.
+  // The gradients that this backward has given, by parameter.
   std::vector<Seen> seen_ ABSL_GUARDED_BY(sequence_.mu());
+  // Those that the last average of each parameter has left.
+  std::vector<Seen> left_ ABSL_GUARDED_BY(sequence_.mu());
 };
 
 }  // namespace distgrad
