@@ -870,6 +870,28 @@ TEST(GradientAveragerTest, AGradientThatComesTwiceIsAnError) {
   });
 }
 
+// NoSync adds to the gradient, and the average of what was there before would take its place.
+TEST(GradientAveragerTest, NoSyncDoesNotHideAGradientThatComesTwice) {
+  RunRanks(1, [](Group group) {
+    const Tensor first = Parameter({8}), last = Parameter({8});
+    const auto averager = NewAverager(group, {{"first", first}, {"last", last}});
+    const Tensor middle = first * 2;
+    const int64_t before = group->collectives();
+    absl::Status within;
+    middle.register_hook([&](const Tensor&) {
+      EXPECT_EQ(group->collectives(), before + 1) << "the first bucket has begun";
+      const GradientAverager::NoSync no_sync(*averager);
+      const at::AutoGradMode grad(true);
+      within = StatusOfBackward(last.sum());
+    });
+    const absl::Status status = StatusOfBackward((middle * last).sum());
+    for (const absl::Status& each : {within, status}) {
+      EXPECT_EQ(each.code(), absl::StatusCode::kFailedPrecondition) << each;
+      EXPECT_TRUE(Contains(each, "'last' got another gradient in one backward")) << each;
+    }
+  });
+}
+
 TEST(GradientAveragerTest, AFrozenParameterThatIsThawedIsAnErrorOfAllRanks) {
   RunRanks(2, [](Group group) {
     const Tensor w = Parameter({2}), frozen = torch::ones({2});

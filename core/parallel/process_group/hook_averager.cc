@@ -109,21 +109,23 @@ HookAverager::Seen HookAverager::SeenOf(const at::Tensor& gradient) {
 void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
   absl::MutexLock lock(&sequence_.mu());
   touched_[parameter] = true;
-  if (no_sync_ > 0) return;
+  const size_t bucket = plan_.bucket_of(parameter);
+  const Seen seen = SeenOf(tensor.grad());
+  // The average would take the place of what has been added to it.
+  const bool is_late = round_.has_value() && round_->begun() > bucket && seen_[parameter] != seen;
+  if (no_sync_ > 0 && !is_late) return;
   if (!HasBegun()) ThrowIfError(sequence_.MayBegin());
   ThrowIfError(sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
     DG_RETURN_IF_ERROR(sequence_.GiveUpOthers(this));
     if (!round_.has_value()) OpenRound();
     if (!AwaitBackwardEnd()) return absl::InternalError("a hook was called outside of a backward");
-    const size_t bucket = plan_.bucket_of(parameter);
-    const Seen seen = SeenOf(tensor.grad());
-    if (round_->begun() > bucket) {
-      if (seen_[parameter] == seen) return absl::OkStatus();
+    if (is_late) {
       return absl::FailedPreconditionError(absl::StrCat(
           "'", plan_.parameters()[parameter].name,
           "' got another gradient in one backward when it had been averaged already; let "
           "GradientAverager::NoSync live during this backward, and call Average() after it"));
     }
+    if (round_->begun() > bucket) return absl::OkStatus();
     if (seen_[parameter] == Unseen()) --missing_[bucket];
     seen_[parameter] = seen;
     if (missing_[round_->begun()] > 0) return absl::OkStatus();
