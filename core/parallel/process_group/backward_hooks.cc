@@ -16,7 +16,8 @@ using torch::autograd::PostAccumulateGradHook;
 // What libtorch calls at the end of a backward, and drops without a call if that fails.
 class Ending {
  public:
-  explicit Ending(std::weak_ptr<BackwardObserver> observer) : observer_(std::move(observer)) {}
+  explicit Ending(std::weak_ptr<BackwardObserver> observer)
+      : observer_(std::move(observer)), backward_(RunningBackward()) {}
   // libtorch drops it in the thread that called the backward, where an outer one is current again,
   // which goes on if a failure of this one is caught.
   ~Ending() {
@@ -24,9 +25,9 @@ class Ending {
     const auto observer = is_over ? nullptr : observer_.lock();
     if (observer == nullptr) return;
     if (state_ == State::kNestedEnded || IsWithinAnother()) {
-      observer->OnNestedBackwardEnd();
+      observer->OnNestedBackwardEnd(backward_);
     } else {
-      observer->OnBackwardAbandoned();
+      observer->OnBackwardAbandoned(backward_);
     }
   }
   // libtorch has it.
@@ -36,7 +37,7 @@ class Ending {
     const bool nested = IsWithinAnother();
     state_ = nested ? State::kNestedEnded : State::kEnded;
     const auto observer = nested ? nullptr : observer_.lock();
-    if (observer != nullptr) observer->OnBackwardEnd();
+    if (observer != nullptr) observer->OnBackwardEnd(backward_);
   }
 
  private:
@@ -45,6 +46,7 @@ class Ending {
   static bool IsWithinAnother() { return torch::autograd::get_current_node() != nullptr; }
 
   const std::weak_ptr<BackwardObserver> observer_;
+  const int backward_;
   State state_ = State::kNotTaken;
 };
 

@@ -20,13 +20,13 @@ class BackwardObserver {
   virtual ~BackwardObserver() = default;
   // A parameter, by its place in the list, has another .grad than before.
   virtual void OnGradient(size_t parameter, const at::Tensor& tensor) = 0;
-  // One of these three is called for each backward in which ObserveBackwardEnd() was. Here: it has
-  // ended.
-  virtual void OnBackwardEnd() = 0;
+  // One of these three is called for each backward in which ObserveBackwardEnd() was, with the
+  // number that RunningBackward() was there. Here: it has ended.
+  virtual void OnBackwardEnd(int backward) = 0;
   // The backward has ended, and was called within a node of another one, which goes on.
-  virtual void OnNestedBackwardEnd() = 0;
+  virtual void OnNestedBackwardEnd(int backward) = 0;
   // The backward has failed.
-  virtual void OnBackwardAbandoned() = 0;
+  virtual void OnBackwardAbandoned(int backward) = 0;
 };
 
 // The post-accumulate hooks of a list of parameters. Thread-safe, but for Add() and Remove(), which

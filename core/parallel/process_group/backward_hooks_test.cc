@@ -53,12 +53,19 @@ class Recorder : public BackwardObserver, public std::enable_shared_from_this<Re
     AwaitEnd();
     heard.push_back(absl::StrCat("gradient ", parameter));
   }
-  void OnBackwardEnd() override { heard.push_back("end"); }
-  void OnNestedBackwardEnd() override {
+  void OnBackwardEnd(int backward) override {
+    EXPECT_EQ(backward, awaited_.back());
+    heard.push_back("end");
+  }
+  void OnNestedBackwardEnd(int backward) override {
+    EXPECT_EQ(backward, awaited_.back());
     heard.push_back("nested end");
     AwaitEnd();
   }
-  void OnBackwardAbandoned() override { heard.push_back("abandoned"); }
+  void OnBackwardAbandoned(int backward) override {
+    EXPECT_EQ(backward, awaited_.back());
+    heard.push_back("abandoned");
+  }
 
   std::vector<std::string> heard;
 

@@ -892,6 +892,41 @@ TEST(GradientAveragerTest, NoSyncDoesNotHideAGradientThatComesTwice) {
   });
 }
 
+// The first to end would close the average, with half of the other's gradients.
+TEST(GradientAveragerTest, TwoBackwardsAtATimeAreAnError) {
+  // Whether the average has begun when one of them ends or fails.
+  for (const bool begun : {false, true}) {
+    for (const bool fails : {false, true}) {
+      SCOPED_TRACE(absl::StrCat("begun: ", begun, ", fails: ", fails));
+      RunRanks(1, [&](Group group) {
+        const Tensor first = Parameter({8}), other = Parameter({8}), last = Parameter({8});
+        const auto averager =
+            NewAverager(group, {{"first", first}, {"other", other}, {"last", last}}, {},
+                        begun ? kSmallBuckets : GradientAveragerOptions{.bucket_bytes = 1024});
+        const Tensor middle = first * 2;
+        absl::Notification has_last, go;
+        middle.register_hook([&](const Tensor&) {
+          has_last.Notify();
+          go.WaitForNotification();
+        });
+        absl::Status slow;
+        std::thread thread([&] { slow = StatusOfBackward((middle * last).sum()); });
+        has_last.WaitForNotification();
+        const absl::Status quick = StatusOfBackward(
+            fails ? (Fail::apply(middle.detach().requires_grad_()) * other).sum() : other.sum());
+        go.Notify();
+        thread.join();
+        EXPECT_TRUE(fails ? Contains(quick, "on fire") : quick == slow) << quick;
+        EXPECT_EQ(slow.code(), absl::StatusCode::kFailedPrecondition) << slow;
+        if (!(begun && fails)) {
+          EXPECT_TRUE(Contains(slow, "backwards of two threads")) << slow;
+        }
+        EXPECT_EQ(group->status(), slow);
+      });
+    }
+  }
+}
+
 TEST(GradientAveragerTest, AFrozenParameterThatIsThawedIsAnErrorOfAllRanks) {
   RunRanks(2, [](Group group) {
     const Tensor w = Parameter({2}), frozen = torch::ones({2});

@@ -16,6 +16,10 @@
 namespace distgrad {
 namespace {
 
+constexpr char kTwoAtATime[] =
+    "backwards of two threads gave .grad at a time, and one of them is over (run them one after "
+    "the other; or let GradientAverager::NoSync live during both, and call Average() after them)";
+
 void ThrowIfError(const absl::Status& status) {
   if (!status.ok()) throw StatusError(status);
 }
@@ -146,21 +150,34 @@ bool HookAverager::AwaitBackwardEnd() {
   return true;
 }
 
-void HookAverager::OnBackwardEnd() {
+bool HookAverager::Forget(int backward) {
+  if (!round_.has_value()) return false;
+  const auto known = std::find(backwards_.begin(), backwards_.end(), backward);
+  if (known == backwards_.end()) return false;
+  backwards_.erase(known);
+  return true;
+}
+
+void HookAverager::OnBackwardEnd(int backward) {
   absl::MutexLock lock(&sequence_.mu());
-  if (!round_.has_value()) return;
-  if (!HasBegun()) {
+  if (!Forget(backward)) return;
+  const bool is_last = backwards_.empty();
+  if (!HasBegun() && is_last) {
     const absl::Status may_begin = sequence_.MayBegin();
     if (!may_begin.ok()) round_.reset();  // the next backward has its own
     ThrowIfError(may_begin);
   }
-  ThrowIfError(
-      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return FinishRound(); }));
+  ThrowIfError(sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
+    if (is_last) return FinishRound();
+    // The other one's gradients are not all there, and would be in an average of their own.
+    FailRound(kTwoAtATime);
+    return sequence_.group().status();
+  }));
 }
 
-void HookAverager::OnNestedBackwardEnd() {
+void HookAverager::OnNestedBackwardEnd(int backward) {
   absl::MutexLock lock(&sequence_.mu());
-  if (!round_.has_value()) return;
+  if (!Forget(backward)) return;
   // The outer backward may reach no parameter by itself, and so have no hook that asks for its end.
   // An error is the group's, and so that of whatever comes next: this is called by a destructor.
   (void)sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
@@ -174,9 +191,11 @@ void HookAverager::OnNestedBackwardEnd() {
   });
 }
 
-void HookAverager::OnBackwardAbandoned() {
+void HookAverager::OnBackwardAbandoned(int backward) {
   absl::MutexLock lock(&sequence_.mu());
+  if (!Forget(backward)) return;
   if (HasBegun()) FailRound("a backward failed");
+  if (!backwards_.empty()) FailRound(kTwoAtATime);
   round_.reset();
 }
 

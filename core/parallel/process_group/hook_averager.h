@@ -42,9 +42,9 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
 
   // BackwardObserver. They throw StatusError.
   void OnGradient(size_t parameter, const at::Tensor& tensor) override;
-  void OnBackwardEnd() override;
-  void OnNestedBackwardEnd() override;
-  void OnBackwardAbandoned() override;
+  void OnBackwardEnd(int backward) override;
+  void OnNestedBackwardEnd(int backward) override;
+  void OnBackwardAbandoned(int backward) override;
 
   // AveragingSequence::Driver
   absl::Status GiveUp() override ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
@@ -73,6 +73,8 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   void OpenRound(bool active = true) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Hears of the end of the backward that this thread runs; false if it runs none.
   bool AwaitBackwardEnd() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
+  // No longer awaits the end of a backward; false if it is none of the round that is open.
+  bool Forget(int backward) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   // Averages .grad with what has begun.
   absl::Status FinishRound() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
   void FailRound(const char* what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu());
@@ -102,7 +104,7 @@ class HookAverager : public BackwardObserver, public AveragingSequence::Driver {
   std::vector<bool> touched_ ABSL_GUARDED_BY(sequence_.mu());
   // The round of the backward that runs.
   std::optional<AveragingRound> round_ ABSL_GUARDED_BY(sequence_.mu());
-  // libtorch's numbers of that backward and of those within it.
+  // libtorch's numbers of that backward and of those within it, until they end.
   std::vector<int> backwards_ ABSL_GUARDED_BY(sequence_.mu());
   std::vector<size_t> missing_ ABSL_GUARDED_BY(sequence_.mu());  // gradients, by bucket
   // The gradients that this backward has given, by parameter.
