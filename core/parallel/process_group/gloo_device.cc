@@ -2,8 +2,11 @@
 #include "core/parallel/process_group/gloo_device.h"
 
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -19,6 +22,18 @@ namespace distgrad {
 using gloo::transport::Pair;
 using gloo::transport::UnboundBuffer;
 using Timeout = std::chrono::milliseconds;
+
+namespace {
+
+// Slots of messages of different sizes differ. A message that is longer than what its receipt wants
+// makes Gloo throw on a thread of its own, which ends the process, and one that is shorter is taken
+// for all of it. So neither comes to that receipt, which is late then.
+uint64_t SlotOfSize(uint64_t slot, size_t bytes) {
+  // An odd factor, so no two sizes have one product; Gloo's slots of a time differ in a few bits.
+  return slot ^ (bytes * uint64_t{0x9E3779B97F4A7C15});
+}
+
+}  // namespace
 
 // The connections are those of `tcp_`; this one has none of its own.
 class GlooDevice::Context final : public gloo::transport::Context,
@@ -75,10 +90,14 @@ class GlooDevice::Buffer final : public UnboundBuffer {
   }
 
   void send(int rank, uint64_t slot, size_t offset, size_t bytes) override {
-    Guarded([&] { sends_.Add(rank, NewOfTcp()).send(rank, slot, offset, bytes); });
+    bytes = Bytes(offset, bytes);
+    Guarded(
+        [&] { sends_.Add(rank, NewOfTcp()).send(rank, SlotOfSize(slot, bytes), offset, bytes); });
   }
   void recv(int rank, uint64_t slot, size_t offset, size_t bytes) override {
-    Guarded([&] { recvs_.Add(rank, NewOfTcp()).recv(rank, slot, offset, bytes); });
+    bytes = Bytes(offset, bytes);
+    Guarded(
+        [&] { recvs_.Add(rank, NewOfTcp()).recv(rank, SlotOfSize(slot, bytes), offset, bytes); });
   }
   void recv(std::vector<int>, uint64_t, size_t, size_t) override {
     throw std::logic_error("no collective receives from any rank");
@@ -135,6 +154,11 @@ class GlooDevice::Buffer final : public UnboundBuffer {
     std::deque<Operation> all_ ABSL_GUARDED_BY(mu_);
     size_t waited_ ABSL_GUARDED_BY(mu_) = 0;
   };
+
+  // The largest is Gloo's word for all of the rest.
+  size_t Bytes(size_t offset, size_t bytes) const {
+    return bytes == std::numeric_limits<size_t>::max() ? size - offset : bytes;
+  }
 
   void Guarded(absl::FunctionRef<void()> operation) {
     try {

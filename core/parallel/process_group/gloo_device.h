@@ -8,7 +8,8 @@
 // - A connection that has begun to receive for a collective that failed meanwhile receives nothing
 //   more, not even its end.
 //
-// And Gloo has no way to end the collectives of this rank.
+// And Gloo has no way to end the collectives of this rank; nor does it survive ranks whose tensors
+// have different sizes (SlotOfSize).
 #ifndef DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GLOO_DEVICE_H_
 #define DISTGRAD_CORE_PARALLEL_PROCESS_GROUP_GLOO_DEVICE_H_
 

@@ -431,5 +431,25 @@ TEST(ProcessGroupTest, ARankThatIsSilentIsAnErrorInTime) {
            {.timeout = absl::Seconds(5)});
 }
 
+// With a key and without. Gloo itself would end the process at a message that is too long, and take
+// one that is too short.
+TEST(ProcessGroupTest, TensorsOfOtherSizesAreAnError) {
+  for (const bool sum : {true, false}) {
+    for (const int larger : {0, 1}) {
+      RunRanks(2,
+               [&](std::shared_ptr<ProcessGroup> group) {
+                 const Tensor tensor = at::ones({group->rank() == larger ? 2000 : 1000});
+                 const absl::Status status =
+                     sum ? group->Average({tensor}) : group->Broadcast({tensor});
+                 // The root of a broadcast may be done before the other rank notices.
+                 if (sum || group->rank() == 1) {
+                   EXPECT_FALSE(status.ok()) << "rank " << group->rank() << ", sum " << sum;
+                 }
+               },
+               {.timeout = absl::Milliseconds(500)});
+    }
+  }
+}
+
 }  // namespace
 }  // namespace distgrad
