@@ -23,7 +23,8 @@ bool EncryptedBuffer::Wait(Side EncryptedBuffer::*side, absl::string_view what, 
                            std::chrono::milliseconds timeout) {
   // Gloo's word for that of all.
   if (timeout < std::chrono::milliseconds::zero()) timeout = context_->timeout_;
-  const Deadline deadline = Deadline::After(absl::FromChrono(timeout));
+  const Deadline deadline = Deadline::After(absl::FromChrono(timeout) -
+                                            absl::FromChrono(Deadline::Clock::now() - begun_));
   for (;;) {
     Sleeper sleeper;
     absl::Status status;

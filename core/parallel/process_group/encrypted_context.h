@@ -235,6 +235,8 @@ class EncryptedBuffer final : public gloo::transport::UnboundBuffer {
   bool IsIdle() const { return sends_.begun.empty() && receipts_.begun.empty(); }
 
   const std::shared_ptr<EncryptedContext> context_;
+  // The time-out is that of the collective, which waits several times.
+  const Deadline::Clock::time_point begun_ = Deadline::Clock::now();
 
   // Guarded by context_->mu_.
   Side sends_, receipts_;

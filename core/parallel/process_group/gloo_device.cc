@@ -1,6 +1,7 @@
 // Wraps Gloo's TCP device so that waits for a lost rank end.
 #include "core/parallel/process_group/gloo_device.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -175,6 +176,11 @@ class GlooDevice::Buffer final : public UnboundBuffer {
   void Wait(Operations& operations, bool (UnboundBuffer::*wait)(int*, Timeout), int* rank,
             Timeout timeout) ABSL_LOCKS_EXCLUDED(context_->mu_) {
     const Operation& first = operations.Next();
+    // Less than none is Gloo's word for that of all.
+    if (timeout >= Timeout::zero()) {
+      const auto waited = std::chrono::steady_clock::now() - begun_;
+      timeout = std::max(timeout - std::chrono::duration_cast<Timeout>(waited), Timeout::zero());
+    }
     if (!(first.buffer.get()->*wait)(rank, timeout)) {
       // It was over when the connection broke, or else is late now.
       bool over;
@@ -192,6 +198,8 @@ class GlooDevice::Buffer final : public UnboundBuffer {
   }
 
   const std::shared_ptr<Context> context_;
+  // The time-out is that of the collective, which waits several times.
+  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   Operations sends_{&context_->mu_}, recvs_{&context_->mu_};
 };
 

@@ -49,7 +49,7 @@ struct ProcessGroupOptions {
   int size = 1;
   // "gloo"; or "nccl", on the GPU that is the current one of the thread that calls Create().
   std::string backend = "gloo";
-  // The limit for each collective.
+  // The limit for each collective, of which the average of a sparse tensor is several.
   absl::Duration timeout = absl::Minutes(10);
   // For all ranks to come, and to connect.
   absl::Duration join_timeout = absl::Minutes(10);

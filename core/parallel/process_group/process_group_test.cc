@@ -451,5 +451,28 @@ TEST(ProcessGroupTest, TensorsOfOtherSizesAreAnError) {
   }
 }
 
+// A rank that waits twice in one collective, for one that is late and then for one that is later.
+TEST(ProcessGroupTest, TheTimeoutIsThatOfAllWaitsOfACollective) {
+  absl::Status status;
+  for (absl::Duration enough = absl::Milliseconds(500); status.ok() && enough < absl::Seconds(20);
+       enough *= 2) {
+    absl::Notification begun;
+    RunRanks(3,
+             [&](std::shared_ptr<ProcessGroup> group) {
+               const Tensor tensor = at::ones({3});
+               if (group->rank() == 0) {
+                 begun.Notify();
+                 status = group->Average({tensor});
+                 return;
+               }
+               begun.WaitForNotification();
+               absl::SleepFor(0.7 * group->rank() * enough);
+               group->Average({tensor}).IgnoreError();
+             },
+             {.timeout = enough});
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+}
+
 }  // namespace
 }  // namespace distgrad
