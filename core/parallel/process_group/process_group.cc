@@ -279,9 +279,13 @@ absl::Status ProcessGroup::Failed(std::exception_ptr exception, absl::string_vie
   absl::Status status = StatusFromException(std::move(exception));
   const bool in_words = status.code() == absl::StatusCode::kInternal;
   // Backends say with words alone what happened to the other end; our store has a code for it.
+  const auto says = [&status](absl::string_view words) {
+    return absl::StrContains(status.message(), words);
+  };
+  // The system says that (ETIMEDOUT) of a connection whose other end is lost.
+  const bool is_lost = says("Connection timed out");
   if (absl::IsDeadlineExceeded(status) ||
-      (in_words && (absl::StrContains(status.message(), "imed out") ||
-                    absl::StrContains(status.message(), "timeout")))) {
+      (in_words && !is_lost && (says("imed out") || says("timeout")))) {
     status = absl::DeadlineExceededError(absl::StrCat(
         "some rank took longer than ", absl::FormatDuration(timeout), ": ", status.message()));
   } else if (in_words) {

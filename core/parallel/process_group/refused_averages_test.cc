@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,6 +40,8 @@ using Group = std::shared_ptr<ProcessGroup>;
 // Whether what this thread calls is captured. Backwards of the CPU run on the thread that calls
 // them.
 thread_local bool capturing = false;
+// What the backend throws when this thread begins something; "": nothing.
+thread_local std::string thrown;
 
 }  // namespace
 
@@ -47,6 +50,7 @@ NewBackend GlooBackendThatAsks(const BackendPlace& place) __asm__(
 NewBackend GlooBackendThatAsks(const BackendPlace& place) {
   NewBackend backend = RealGlooBackend(place);
   backend.may_begin = [] {
+    if (!thrown.empty()) throw std::runtime_error(thrown);
     return capturing ? absl::FailedPreconditionError("it is being captured") : absl::OkStatus();
   };
   return backend;
@@ -265,6 +269,28 @@ TEST(RefusedAveragesTest, WhatIsAskedForMayBeAskedForAgain) {
       const absl::Status again = ask(group, *averager);
       EXPECT_TRUE(again.ok()) << again;
       EXPECT_GT(group->collectives(), before);
+    });
+  }
+}
+
+// Backends have words alone for it. A connection that the system gives up after its own time, as
+// where the other machine is gone, is not one of a rank that is late.
+TEST(RefusedAveragesTest, WhatABackendSaysOfTimeIsToldFromALostConnection) {
+  for (const auto& [words, code] : std::vector<std::pair<std::string, absl::StatusCode>>{
+           {"Timed out waiting 5000ms for recv operation to complete",
+            absl::StatusCode::kDeadlineExceeded},
+           {"Read error [10.0.0.2]:31625: Connection timed out", absl::StatusCode::kUnavailable},
+           {"Read error [10.0.0.2]:31625: Connection reset by peer",
+            absl::StatusCode::kUnavailable}}) {
+    RunRanks(1, [words = words, code = code](Group group) {
+      thrown = words;
+      const absl::Status status = group->Average({torch::ones({2})});
+      thrown.clear();
+      EXPECT_EQ(status.code(), code) << status;
+      EXPECT_EQ(absl::StrContains(status.message(), "some rank took longer"),
+                code == absl::StatusCode::kDeadlineExceeded)
+          << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), words)) << status;
     });
   }
 }
