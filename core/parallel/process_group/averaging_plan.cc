@@ -20,7 +20,7 @@ AveragingPlan::AveragingPlan(std::shared_ptr<ProcessGroup> group,
   }
   buckets_ = AssignBuckets(dense, bucket_bytes, first_bucket_bytes);
   // The first has the notes of who is active.
-  if (buckets_.empty()) buckets_.emplace_back();
+  if (buckets_.empty()) buckets_.emplace_back().device = group_->device();
   // They are the first layers as a rule, whose gradients come last.
   for (size_t k = 0; k < parameters_.size(); ++k) {
     const at::Tensor& tensor = parameters_[k].tensor;
