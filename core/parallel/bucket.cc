@@ -26,8 +26,10 @@ bool FitsFlat(const at::Tensor& tensor) {
          !at::isTensorSubclassLike(tensor);
 }
 
-std::vector<int64_t> DenseStrides(const at::Tensor& tensor) {
-  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+std::vector<int64_t> DenseStrides(const at::Tensor& tensor, SlotOrder order) {
+  const bool keeps_own =
+      order == SlotOrder::kOwn ? tensor.is_non_overlapping_and_dense() : tensor.is_contiguous();
+  if (keeps_own) return tensor.strides().vec();
   std::vector<int64_t> strides(tensor.dim());
   int64_t stride = 1;
   for (int64_t i = tensor.dim() - 1; i >= 0; --i) {
@@ -102,7 +104,7 @@ at::Tensor PackOnHost(const Bucket& bucket, absl::Span<const at::Tensor> tensors
 }  // namespace
 
 std::vector<Bucket> AssignBuckets(absl::Span<const at::Tensor> tensors, size_t bytes,
-                                  size_t first_bytes) {
+                                  size_t first_bytes, SlotOrder order) {
   struct Open {
     Bucket bucket;
     size_t bytes = 0;
@@ -135,7 +137,7 @@ std::vector<Bucket> AssignBuckets(absl::Span<const at::Tensor> tensors, size_t b
     }
     const size_t aligned = (size + kAlignment - 1) / kAlignment * kAlignment;
     current.bucket.slots.push_back(
-        {i, current.bucket.elements, tensor.sizes().vec(), DenseStrides(tensor)});
+        {i, current.bucket.elements, tensor.sizes().vec(), DenseStrides(tensor, order)});
     current.bucket.elements += static_cast<int64_t>(aligned / tensor.itemsize());
     current.bytes += size;
   }

@@ -22,6 +22,12 @@
 
 namespace distgrad {
 
+// How a tensor lies in its slot.
+enum class SlotOrder {
+  kOwn,       // as it lies in its own memory, if that has no gaps: the fastest copy
+  kRowMajor,  // the same whatever its strides, which another process may have otherwise
+};
+
 // Immutable once assigned.
 struct Bucket {
   struct Slot {
@@ -44,7 +50,7 @@ struct Bucket {
 // larger. `first_bytes`, if not 0, is the limit for the first bucket of each device and dtype: a
 // small one is full early. Buckets come in the order in which they became full.
 std::vector<Bucket> AssignBuckets(absl::Span<const at::Tensor> tensors, size_t bytes,
-                                  size_t first_bytes = 0);
+                                  size_t first_bytes = 0, SlotOrder order = SlotOrder::kOwn);
 
 // Returns the parts of `flat` (1-d, bucket.elements of bucket.dtype, on any device) by slot, with
 // the slots' sizes and strides. They share its memory, but are no views for autograd and have

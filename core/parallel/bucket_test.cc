@@ -109,6 +109,22 @@ TEST_P(PackTest, PartsAreWhatWasPackedAndKeepDenseLayouts) {
   EXPECT_EQ(parts[1]._version(), 0u);  // a counter for each
 }
 
+TEST_P(PackTest, InRowMajorOrderABufferIsTheSameWhateverTheStrides) {
+  const std::vector<Tensor> tensors = Odd();
+  std::vector<Tensor> contiguous;
+  for (const Tensor& tensor : tensors) contiguous.push_back(tensor.contiguous());
+  const auto flat = [](const std::vector<Tensor>& list) {
+    return Pack(AssignBuckets(list, 1 << 20, 0, SlotOrder::kRowMajor).at(0), list);
+  };
+  EXPECT_TRUE(flat(tensors).equal(flat(contiguous)));
+  const Bucket bucket = AssignBuckets(tensors, 1 << 20, 0, SlotOrder::kRowMajor).at(0);
+  const std::vector<Tensor> parts = Parts(bucket, flat(tensors));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    EXPECT_TRUE(parts[i].cpu().equal(tensors[i].cpu())) << i;
+    EXPECT_TRUE(parts[i].is_contiguous()) << i;
+  }
+}
+
 TEST_P(PackTest, UndefinedMembersAndGapsAreZeros) {
   std::vector<Tensor> tensors = Odd();
   const Bucket bucket = AssignBuckets(tensors, 1 << 20)[0];

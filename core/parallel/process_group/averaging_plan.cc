@@ -18,7 +18,7 @@ AveragingPlan::AveragingPlan(std::shared_ptr<ProcessGroup> group,
   for (size_t k = 0; k < parameters_.size(); ++k) {
     if (!parameters_[k].sparse_gradient) dense[k] = parameters_[k].tensor;
   }
-  buckets_ = AssignBuckets(dense, bucket_bytes, first_bucket_bytes);
+  buckets_ = AssignBuckets(dense, bucket_bytes, first_bucket_bytes, SlotOrder::kRowMajor);
   // The first has the notes of who is active.
   if (buckets_.empty()) buckets_.emplace_back().device = group_->device();
   // They are the first layers as a rule, whose gradients come last.

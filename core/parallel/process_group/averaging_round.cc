@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/real.h>
 #include <ATen/ops/sparse_coo_tensor.h>
@@ -65,6 +66,15 @@ at::Tensor WithoutNote(const at::Tensor& sum, const at::Tensor& parameter) {
                                           coalesced.values().narrow(0, 0, last), parameter.sizes());
   rest._coalesced_(true);
   return rest;
+}
+
+// A gradient has the strides of its parameter, as optimizers are fast with; a bucket's part has
+// those that are the same on all ranks.
+at::Tensor WithStridesOf(const at::Tensor& parameter, at::Tensor part) {
+  if (part.strides() == parameter.strides() || !parameter.is_non_overlapping_and_dense()) {
+    return part;
+  }
+  return at::empty_strided(parameter.sizes(), parameter.strides(), part.options()).copy_(part);
 }
 
 }  // namespace
@@ -193,7 +203,8 @@ void AveragingRound::Divide(size_t b, const std::vector<bool>& touched, int64_t 
   std::vector<at::Tensor> parts = Parts(bucket, sum);
   for (size_t i = 0; i < parts.size(); ++i) {
     if (!all && notes.const_data_ptr<float>()[i] <= 0) continue;
-    (*averages)[bucket.slots[i].tensor] = std::move(parts[i]);
+    const size_t k = bucket.slots[i].tensor;
+    (*averages)[k] = WithStridesOf(plan_.parameters()[k].tensor, std::move(parts[i]));
   }
 }
 

@@ -77,6 +77,33 @@ TEST(GradientAveragerTest, GivesParametersAndBuffersOfRank0ToAll) {
   });
 }
 
+// A rank may have built its model otherwise: transposed, say, or with the channels last.
+TEST(GradientAveragerTest, StridesNeedNotBeTheSameOnAllRanks) {
+  RunRanks(2, [](Group group) {
+    const int rank = group->rank();
+    const Tensor values = torch::arange(12, torch::kFloat).view({4, 3});
+    const Tensor w = rank == 0 ? values.clone() : torch::full({3, 4}, -1.0f).t();
+    const Tensor mean = rank == 0 ? torch::full({3, 4}, 2.0f).t() : torch::zeros({4, 3});
+    if (rank == 0) mean[1][2] = 5;
+    w.requires_grad_();
+    const auto averager = NewAverager(group, {{"w", w}}, {{"mean", mean}});
+    ASSERT_NE(averager, nullptr);
+    EXPECT_TRUE(w.equal(values)) << w;
+    Tensor of_rank0 = torch::full({4, 3}, 2.0f);
+    of_rank0[1][2] = 5;
+    EXPECT_TRUE(mean.equal(of_rank0)) << mean;
+    (w * values).sum().backward();
+    EXPECT_TRUE(w.grad().equal(values)) << w.grad();
+    EXPECT_EQ(w.grad().strides(), w.strides()) << "what optimizers are fast with";
+    ContextRecord context(1);
+    context.Accumulate(
+        static_cast<torch::autograd::AccumulateGrad&>(*torch::autograd::impl::grad_accumulator(w)),
+        values.clone());
+    EXPECT_EQ(averager->Average(context), absl::OkStatus());
+    EXPECT_TRUE(context.Gradient(w)->equal(values)) << *context.Gradient(w);
+  });
+}
+
 TEST(GradientAveragerTest, BackwardEndsWithAverages) {
   RunRanks(3, [](Group group) {
     const double rank = group->rank();

@@ -388,7 +388,7 @@ absl::Status ProcessGroup::Average(absl::Span<const at::Tensor> tensors) {
   std::vector<at::Tensor> sums;
   std::vector<std::shared_ptr<Running>> running;
   absl::Status status = RunForOthers(what, [&]() -> absl::Status {
-    buckets = AssignBuckets(tensors, kBucketBytes);
+    buckets = AssignBuckets(tensors, kBucketBytes, 0, SlotOrder::kRowMajor);
     for (const Bucket& bucket : buckets) {
       sums.push_back(bucket.flat ? Pack(bucket, tensors) : tensors[bucket.slots[0].tensor]);
       // The work, too, writes in the mode in which it is begun.
@@ -432,7 +432,7 @@ absl::Status ProcessGroup::Broadcast(absl::Span<const at::Tensor> tensors, int r
     if (flat.defined() && options_.rank != root) Unpack(bucket, flat, tensors);
   };
   DG_RETURN_IF_ERROR(RunForOthers(what, [&]() -> absl::Status {
-    std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes);
+    std::vector<Bucket> buckets = AssignBuckets(tensors, kBucketBytes, 0, SlotOrder::kRowMajor);
     for (const Bucket& each : buckets) {
       if (each.flat) continue;
       not_dense = absl::InvalidArgumentError(

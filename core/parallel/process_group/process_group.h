@@ -100,7 +100,9 @@ class ProcessGroup {
   int64_t collectives() const { return collectives_; }
 
   // Averages in place: each tensor becomes the average of those of all ranks. They have the same
-  // shapes and dtypes on all ranks, which is not checked, and are packed into few collectives.
+  // shapes and dtypes on all ranks, and any strides, and are packed into few collectives. Shapes
+  // are not compared: where their sizes differ, Gloo has an error, with a cluster key at once, and
+  // without one after `timeout`.
   // Before anything begins, and the group goes on: kInvalidArgument unless all are half, bfloat16,
   // float, double or complex of the last two, and, over NCCL, dense and on a GPU; what MayBegin()
   // says. An error of this rank while the others wait for it, as a lack of memory, fails the group.

@@ -64,6 +64,24 @@ TEST(ProcessGroupTest, Averages) {
   });
 }
 
+// Elements are those of the same place, wherever in memory that is.
+TEST(ProcessGroupTest, StridesNeedNotBeTheSameOnAllRanks) {
+  RunRanks(2, [](std::shared_ptr<ProcessGroup> group) {
+    const int rank = group->rank();
+    const Tensor values = at::arange(12, at::kFloat).view({4, 3});
+    const Tensor sum = rank == 0 ? values.clone() : values.t().contiguous().t();
+    absl::Status status = group->Average({sum});
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_TRUE(sum.equal(values)) << sum;
+    for (const int root : {0, 1}) {
+      const Tensor tensor = rank == root ? sum.clone() : at::full({4, 3}, -1.0f);
+      status = group->Broadcast({tensor}, root);
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_TRUE(tensor.equal(values)) << tensor;
+    }
+  });
+}
+
 TEST(ProcessGroupTest, AveragesOfFloat16AreOnesWhoseSumIsTooLarge) {
   RunRanks(8, [](std::shared_ptr<ProcessGroup> group) {
     const std::vector<Tensor> tensors = {at::full({3}, 32768, at::kHalf),
