@@ -1922,8 +1922,8 @@ DG_API DG_MUST_USE dg_error* dg_reduce_add(const dg_tensor* const* tensors, size
 
 /* Processes that compute the same thing together, each with its own part of the data. Each is
  * one rank of the group, and all call the same functions of it in the same order. After an
- * error, but for one of invalid arguments, all later calls return that error: create a new
- * group. docs/data_parallel.md, "Across processes". */
+ * error, but for DG_INVALID_ARGUMENT and one that a function returns before anything begins, all
+ * later calls return that error: create a new group. docs/data_parallel.md, "Across processes". */
 typedef struct dg_process_group dg_process_group;
 
 typedef struct dg_process_group_options {
@@ -1972,9 +1972,10 @@ DG_API DG_MUST_USE dg_error* dg_process_group_broadcast(dg_process_group* group,
                                                         uint32_t root) DG_NOEXCEPT;
 
 /* Tells the group that this rank cannot go on. All later calls of the group here fail with
- * `code` and a message that contains `why`, those in flight end, and the other ranks fail at
- * once with DG_UNAVAILABLE and `why`. The first error of a group wins. Codes as for
- * dg_error_create. Waits for the job's store, which tells the others; some seconds at most. */
+ * `code` and a message that contains `why`, those in flight end, and the other ranks fail with
+ * DG_UNAVAILABLE and `why`, at once, or with NCCL within a second or two. The first error of a
+ * group wins. Codes as for dg_error_create. Waits for the job's store, which tells the others; some
+ * seconds at most. */
 DG_API DG_MUST_USE dg_error* dg_process_group_fail(dg_process_group* group, dg_code code,
                                                    dg_str why) DG_NOEXCEPT;
 
