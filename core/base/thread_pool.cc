@@ -21,6 +21,10 @@ namespace {
 // keeps state for each that ever ran it, so nested calls should find the same threads again.
 constexpr size_t kSpareThreads = 16;
 
+// Made beforehand, for a copy needs no memory.
+const absl::Status* const kNoMemory = new absl::Status(
+    absl::StatusCode::kResourceExhausted, "there is no memory for another thread");
+
 // The pool that the calling thread belongs to.
 thread_local ThreadPool* this_pool = nullptr;
 
@@ -243,9 +247,7 @@ bool ThreadPool::FillSlot() {
   if (std::exchange(short_of_threads_, true)) return false;
   try {
     DG_LOG(WARNING) << tasks_.size() << " tasks of '" << name_ << "' wait for one of its "
-                    << threads_.size() << " threads: "
-                    << (filled.message().empty() ? "there is no memory for another"
-                                                 : filled.message());
+                    << threads_.size() << " threads: " << filled.message();
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): nobody waits for the word
   }
   return false;
@@ -282,7 +284,7 @@ absl::Status ThreadPool::StartOne() {
     ++started_;
     return absl::OkStatus();
   } catch (const std::bad_alloc&) {
-    return absl::Status(absl::StatusCode::kResourceExhausted, "");  // which needs none
+    return *kNoMemory;
   }
 }
 

@@ -90,8 +90,8 @@ impl ProcessGroupOptions {
 /// Processes that compute the same thing together, each with its own part of the data. Each is one
 /// rank of the group, and all call the same functions of it in the same order.
 ///
-/// After an error, but for one of invalid arguments, all later calls return that error: create a
-/// new group.
+/// After an error, but for `Code::InvalidArgument` and one that a function returns before anything
+/// begins, all later calls return that error: create a new group.
 ///
 /// ```
 /// # fn train(_: &distgrad::ProcessGroup) -> distgrad::Result<()> { Ok(()) }
@@ -149,8 +149,9 @@ impl ProcessGroup {
 
     /// Tells the group that this rank cannot go on. All later calls of the group here fail with the
     /// code of `why` and a text that contains its message, those in flight end, and the other ranks
-    /// fail at once with `Code::Unavailable` and that message. The first error of a group wins.
-    /// Waits for the job's store, which tells the others; some seconds at most.
+    /// fail with `Code::Unavailable` and that message, at once, or with NCCL within a second or two.
+    /// The first error of a group wins. Waits for the job's store, which tells the others; some
+    /// seconds at most.
     #[doc(alias = "dg_process_group_fail")]
     pub fn fail(&self, why: &Error) -> Result<()> {
         Ok(ffi::process_group_fail(self.0.get(), why.code() as i32, why.message())?)

@@ -64,10 +64,9 @@ struct JoinOptions {
 
 // Thread-safe, as far as the order is the same on all ranks: averages come one after the other, and
 // one that is asked for while a backward that gives .grad is being averaged is an error, as is such
-// a backward on another thread. An error
-// of the averager or its group is the result of all later calls; backward() throws it as a
-// StatusError. No error of theirs is an average that this thread may not begin now
-// (ProcessGroup::MayBegin()): nothing of it has begun, and it may be done again.
+// a backward on another thread. An error of the averager or its group is the result of all later
+// calls; backward() throws it as a StatusError. No error of theirs is an average that this thread
+// may not begin now (ProcessGroup::MayBegin()): nothing of it has begun, and it may be done again.
 class GradientAverager {
  public:
   // Every rank calls it, with the same parameters and buffers but for their values: those of rank 0
