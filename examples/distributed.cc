@@ -41,7 +41,7 @@ absl::StatusOr<std::unique_ptr<StageServer>> StageServer::Create(
              .loss = [](Tensors out, Tensors labels) { return Loss(out[0], labels[0]); },
              .step = [&optimizer, rates](const Context& context) -> absl::Status {
                DG_ASSIGN_OR_RETURN(const double rate, rates->Take(context));
-               return optimizer.Step(context, rate);
+               return optimizer.Step(*context.record(), rate);
              }}}},
           {.on_action = std::move(on_action)}));
   return server;

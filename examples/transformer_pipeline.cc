@@ -85,7 +85,7 @@ absl::StatusOr<std::unique_ptr<TextStageServer>> TextStageServer::Create(
   // One optimizer has the parameters of all stages here.
   stages.at(numbers[0]).step = [self, rates](const Context& context) -> absl::Status {
     DG_ASSIGN_OR_RETURN(const double rate, rates->Take(context));
-    return self->optimizer_->Step(context, rate);
+    return self->optimizer_->Step(*context.record(), rate);
   };
   DG_ASSIGN_OR_RETURN(server->stages_,
                       PipelineStages::Create(

@@ -1,7 +1,7 @@
 // Steps one of libtorch's optimizers from the gradients of a context.
 //
 //   LocalOptimizer optimizer(std::make_unique<torch::optim::SGD>(parameters, 0.1));
-//   absl::Status done = optimizer.Step(context);
+//   absl::Status done = optimizer.Step(*context.record());
 #ifndef DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
 #define DISTGRAD_CORE_OPTIM_LOCAL_OPTIMIZER_H_
 

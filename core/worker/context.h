@@ -83,8 +83,6 @@ class Context {
   void Release() noexcept;
 
   const std::shared_ptr<ContextRecord>& record() const { return record_; }
-  // Of a valid context, for what takes its record: an averager, a local optimizer.
-  operator ContextRecord&() const { return *record_; }  // NOLINT: implicit
 
  private:
   absl::Status CheckValid() const;

@@ -81,7 +81,7 @@ TEST_P(ReplicasTest, OfPipelinesEqualOneProcess) {
   std::vector<std::unique_ptr<Holder>> holders(team.size());
   const auto begin = [&, early = early](int worker, const Context& context) {
     if (worker / kStages >= early) return absl::OkStatus();
-    return holders[worker]->averager->AverageInBackward(context);
+    return holders[worker]->averager->AverageInBackward(*context.record());
   };
   const auto lead = [&](int replica) {
     const int first = replica * kStages, second = first + 1;
@@ -100,11 +100,11 @@ TEST_P(ReplicasTest, OfPipelinesEqualOneProcess) {
                    {hidden})[0];
       status = context.Backward({output.square().mean()});
       ASSERT_TRUE(status.ok()) << status;
-      status = holders[first]->Step(context);
+      status = holders[first]->Step(*context.record());
       ASSERT_TRUE(status.ok()) << status;
       team.Run(first, second, context,
                [&](Tensors, Request& request) -> absl::StatusOr<Tensors> {
-                 const absl::Status stepped = holders[second]->Step(request.context);
+                 const absl::Status stepped = holders[second]->Step(*request.context.record());
                  if (!stepped.ok()) return stepped;
                  return Tensors{};
                },
@@ -192,7 +192,7 @@ TEST(ReplicasOfStageTest, AParameterMayHaveBoth) {
   ASSERT_TRUE(context.Backward({y.sum()}).ok());
   EXPECT_EQ((*group)->collectives(), before);
   EXPECT_FALSE(w.grad().defined());
-  absl::Status status = (*averager)->Average(context);
+  absl::Status status = (*averager)->Average(*context.record());
   EXPECT_TRUE(status.ok()) << status;
   EXPECT_TRUE(GradientOf(context, w).equal(at::full({3}, 2.0f)));
   (w * 5).sum().backward();
@@ -200,7 +200,7 @@ TEST(ReplicasOfStageTest, AParameterMayHaveBoth) {
   EXPECT_TRUE(GradientOf(context, w).equal(at::full({3}, 2.0f)));
   // An error of the context is one of the averager: the other ranks have been left alone.
   context.Release();
-  status = (*averager)->Average(context);
+  status = (*averager)->Average(*context.record());
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_EQ((*averager)->Average(), status);
 }
@@ -268,7 +268,7 @@ TEST(LeafObserverTest, DoesNotEndOnTheThreadOfTheSockets) {
   Team team(2, {.transport = "socket"});
   Context context = team[0].NewContext();
   const auto times_w = [&](Tensors in, Request& request) -> absl::StatusOr<Tensors> {
-    const absl::Status begun = (*averager)->AverageInBackward(request.context);
+    const absl::Status begun = (*averager)->AverageInBackward(*request.context.record());
     if (!begun.ok()) return begun;
     return Tensors{in[0] * w};
   };
@@ -281,14 +281,14 @@ TEST(LeafObserverTest, DoesNotEndOnTheThreadOfTheSockets) {
 
 TEST_F(AverageInBackwardTest, AllBucketsHaveBegunWhenItIsOver) {
   Context unused = team_[0].NewContext(), context = team_[0].NewContext();
-  ASSERT_TRUE(averager_->AverageInBackward(unused).ok());
-  ASSERT_TRUE(averager_->AverageInBackward(context).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*unused.record()).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
   const int64_t before = group_->collectives();
   ASSERT_TRUE(context.Backward({Root()}).ok());
   EXPECT_EQ(group_->collectives(), before + 2);
   ASSERT_TRUE(unused.Backward({Root()}).ok());
   EXPECT_EQ(group_->collectives(), before + 2);
-  ASSERT_TRUE(averager_->Average(context).ok());
+  ASSERT_TRUE(averager_->Average(*context.record()).ok());
   EXPECT_EQ(group_->collectives(), before + 2);
   EXPECT_TRUE(GradientOf(context, first_).equal(last_.detach() * 2));
   // It was for that backward.
@@ -299,30 +299,30 @@ TEST_F(AverageInBackwardTest, AllBucketsHaveBegunWhenItIsOver) {
 
 TEST_F(AverageInBackwardTest, ASecondBackwardOfTheContextIsAnError) {
   Context context = team_[0].NewContext();
-  ASSERT_TRUE(averager_->AverageInBackward(context).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
   const at::Tensor root = Root();
   ASSERT_TRUE(context.Backward({root}, {.retain_graph = true}).ok());
   const absl::Status status = context.Backward({root});
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_NE(status.message().find("'last' got another gradient"), std::string::npos) << status;
-  EXPECT_FALSE(averager_->Average(context).ok());
+  EXPECT_FALSE(averager_->Average(*context.record()).ok());
 }
 
 TEST_F(AverageInBackwardTest, AContextThatIsGivenUpInTheMiddleIsAnError) {
   Context context = team_[0].NewContext(), other = team_[0].NewContext();
-  ASSERT_TRUE(averager_->AverageInBackward(context).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
   ASSERT_TRUE(context.Backward({Root()}).ok());
-  const absl::Status status = averager_->Average(other);
+  const absl::Status status = averager_->Average(*other.record());
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
   EXPECT_NE(status.message().find("was given up when 2 of 2 buckets"), std::string::npos) << status;
 }
 
 TEST_F(AverageInBackwardTest, AReleaseInTheMiddleFailsTheGroup) {
   Context unused = team_[0].NewContext(), context = team_[0].NewContext();
-  ASSERT_TRUE(averager_->AverageInBackward(unused).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*unused.record()).ok());
   unused.Release();
   EXPECT_TRUE(group_->status().ok());
-  ASSERT_TRUE(averager_->AverageInBackward(context).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
   ASSERT_TRUE(context.Backward({Root()}).ok());
   EXPECT_TRUE(group_->status().ok());
   context.Release();
@@ -331,7 +331,7 @@ TEST_F(AverageInBackwardTest, AReleaseInTheMiddleFailsTheGroup) {
 
 TEST_F(AverageInBackwardTest, AnAveragerThatEndsInTheMiddleFailsItsGroup) {
   Context context = team_[0].NewContext();
-  ASSERT_TRUE(averager_->AverageInBackward(context).ok());
+  ASSERT_TRUE(averager_->AverageInBackward(*context.record()).ok());
   ASSERT_TRUE(context.Backward({Root()}).ok());
   averager_.reset();
   EXPECT_FALSE(group_->status().ok());

@@ -92,7 +92,7 @@ absl::StatusOr<double> Train(Worker* worker, Optimizer* optimizer, const at::Ten
 std::function<absl::Status(const Context&)> StepOf(torch::nn::Linear layer) {
   const auto optimizer = std::make_shared<LocalOptimizer>(
       std::make_unique<torch::optim::SGD>(layer->parameters(), /*lr=*/0.1));
-  return [optimizer](const Context& context) { return optimizer->Step(context); };
+  return [optimizer](const Context& context) { return optimizer->Step(*context.record()); };
 }
 
 // With a pipeline whose schedule has these steps, by WithSteps(): while one batch is at its end,
