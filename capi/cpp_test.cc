@@ -172,7 +172,7 @@ void Pipelines(dg::Worker& worker) {
   const dg::Tensor y = dg::Tensor::From<float>({0, 0}, {2});
   {
     const dg::Context context(worker);
-    const dg::PipelineResult result = pipeline.Train(context, {x}, {y});
+    const dg::PipelineResult result = pipeline.Train(dg::ContextRef(context), {x}, {y});
     ASSERT_EQ(result.losses.size(), 2u);
     EXPECT_EQ(result.losses[0].data<float>()[0], 4);
     EXPECT_EQ(result.losses[1].data<float>()[0], 16);

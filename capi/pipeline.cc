@@ -207,9 +207,15 @@ class StagesPart : public SharedWorker::Part {
       made->by_stage_.emplace(number, each);
     }
     options.on_action = [part = made.get()](const StageSpan& span) { part->OnAction(span); };
+    made->averager_ = options.averager;
     DG_ASSIGN_OR_RETURN(made->stages_, PipelineStages::Create(worker.get(), std::move(name),
                                                               std::move(stages), options));
     return made;
+  }
+  // They may be the last that have the averager, and that the last that has the group.
+  ~StagesPart() override {
+    stages_ = nullptr;
+    EndWherePossible(std::move(averager_));
   }
 
   bool Close(Deadline deadline) override {
@@ -363,6 +369,7 @@ class StagesPart : public SharedWorker::Part {
   std::map<int, std::weak_ptr<const StageFunctions>> by_stage_;
   const std::string name_;
   std::unique_ptr<PipelineStages> stages_;
+  std::shared_ptr<GradientAverager> averager_;  // that of stages_
 
   absl::Mutex mu_;
   std::vector<std::shared_ptr<const StageFunctions>> functions_ ABSL_GUARDED_BY(mu_);

@@ -147,37 +147,6 @@ static void averages(int rank) {
   dg_tensor_destroy(w);
 }
 
-typedef struct last_handles {
-  dg_process_group* group;
-  dg_gradient_averager* averager;
-} last_handles;
-
-/* The destructor of user data, where nothing may wait. */
-static void destroy_handles(void* user_data) {
-  const last_handles* last = (const last_handles*)user_data;
-  dg_process_group_destroy(last->group);
-  dg_gradient_averager_destroy(last->averager);
-}
-
-/* A thread of the library ends the group, and another one may have its name. */
-static void ends_where_nothing_may_wait(int rank) {
-  const float one = 1;
-  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
-  dg_tensor *w = floats(&one, 1, 1), *owner = NULL;
-  const dg_tensor* parameter = w;
-  last_handles last = {NULL, NULL};
-  OK(dg_tensor_require_grad(w));
-  options.name = DG_STR("again");
-  for (int i = 0; i < 2; ++i) {
-    OK(dg_process_group_create(workers[rank], &options, &last.group));
-    OK(dg_gradient_averager_create(last.group, &parameter, 1, NULL, &last.averager));
-    OK(dg_tensor_from_memory(&last, DG_UINT8, NULL, NULL, 0, &last, destroy_handles, &owner));
-    dg_tensor_destroy(owner);
-    FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(last.group, &parameter, 1));
-  }
-  dg_tensor_destroy(w);
-}
-
 /* ----------------------------------------------------------------------- Replicas of pipelines */
 
 /* x * w of one number each; the user data is w. */
@@ -195,6 +164,74 @@ static dg_error* sum(void* user_data, const dg_micro_batch* batch, dg_tensor** l
   of = dg_value_tensor(batch->outputs[0]);
   *loss = op("aten::sum", &of, 1);
   return NULL;
+}
+
+typedef struct last_handles {
+  dg_process_group* group;
+  dg_gradient_averager* averager;
+  dg_pipeline_stages* stages; /* or NULL; they keep the averager, and that the group */
+} last_handles;
+
+/* The destructor of user data, where nothing may wait. */
+static void destroy_handles(void* user_data) {
+  const last_handles* last = (const last_handles*)user_data;
+  dg_process_group_destroy(last->group);
+  dg_gradient_averager_destroy(last->averager);
+  dg_pipeline_stages_destroy(last->stages);
+}
+
+/* Which thread has ended what has the memory. */
+typedef struct ended {
+  pthread_mutex_t mu;
+  pthread_cond_t cv;
+  int is_over;
+  pthread_t thread;
+} ended;
+
+static void note_end(void* user_data) {
+  ended* self = (ended*)user_data;
+  CHECK(pthread_mutex_lock(&self->mu) == 0);
+  self->is_over = 1;
+  self->thread = pthread_self();
+  CHECK(pthread_cond_signal(&self->cv) == 0);
+  CHECK(pthread_mutex_unlock(&self->mu) == 0);
+}
+
+/* A thread of the library ends the group, whoever had it last, and another one may have its name.
+ */
+static void ends_where_nothing_may_wait(int rank) {
+  float one = 1;
+  const int64_t size = 1;
+  dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
+  options.name = DG_STR("again");
+  for (int i = 0; i < 2; ++i) {
+    ended end = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, pthread_self()};
+    last_handles last = {NULL, NULL, NULL};
+    dg_tensor *w = NULL, *owner = NULL;
+    const dg_tensor* parameter = NULL;
+    OK(dg_tensor_from_memory(&one, DG_FLOAT32, &size, NULL, 1, &end, note_end, &w));
+    OK(dg_tensor_require_grad(w));
+    parameter = w;
+    OK(dg_process_group_create(workers[rank], &options, &last.group));
+    OK(dg_gradient_averager_create(last.group, &parameter, 1, NULL, &last.averager));
+    if (i == 1) {
+      dg_pipeline_stages_options of_stages = DG_PIPELINE_STAGES_OPTIONS_INIT;
+      dg_pipeline_stage stage = DG_PIPELINE_STAGE_INIT;
+      const dg_pipeline_stage* list = &stage;
+      stage.forward = multiply;
+      of_stages.averager = last.averager;
+      OK(dg_pipeline_stages_create(workers[rank], DG_STR("last"), &list, 1, &of_stages,
+                                   &last.stages));
+    }
+    dg_tensor_destroy(w); /* the averager has it */
+    OK(dg_tensor_from_memory(&last, DG_UINT8, NULL, NULL, 0, &last, destroy_handles, &owner));
+    dg_tensor_destroy(owner);
+    CHECK(pthread_mutex_lock(&end.mu) == 0);
+    while (!end.is_over) CHECK(pthread_cond_wait(&end.cv, &end.mu) == 0);
+    CHECK(!pthread_equal(end.thread, pthread_self()));
+    CHECK(pthread_mutex_unlock(&end.mu) == 0);
+    FAILS(DG_INVALID_ARGUMENT, dg_process_group_average(last.group, &parameter, 1));
+  }
 }
 
 /* Each rank has a pipeline of one stage, which averages by itself over those of both. */

@@ -22,8 +22,8 @@ namespace {
 constexpr size_t kSpareThreads = 16;
 
 // Made beforehand, for a copy needs no memory.
-const absl::Status* const kNoMemory = new absl::Status(
-    absl::StatusCode::kResourceExhausted, "there is no memory for another thread");
+const absl::Status* const kNoMemory =
+    new absl::Status(absl::StatusCode::kResourceExhausted, "there is no memory for another thread");
 
 // The pool that the calling thread belongs to.
 thread_local ThreadPool* this_pool = nullptr;

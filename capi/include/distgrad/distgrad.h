@@ -1948,9 +1948,10 @@ typedef struct dg_process_group_options {
 DG_API DG_MUST_USE dg_error* dg_process_group_create(dg_worker* worker,
                                                      const dg_process_group_options* options,
                                                      dg_process_group** out) DG_NOEXCEPT;
-/* The group ends with the last of its handle and its averagers. That waits for collectives in
- * flight, each until its time-out; in the callback of a future or a cancellation, and in
- * destructors of user data, a thread of the library does that. */
+/* The group ends with the last of its handle, its averagers, and the stages that have one of them.
+ * That waits for collectives in flight, each until its time-out, and with NCCL for ranks on other
+ * machines, for a minute at most; in the callback of a future or a cancellation, and in destructors
+ * of user data, a thread of the library does that. */
 DG_API void dg_process_group_destroy(dg_process_group* group) DG_NOEXCEPT;
 
 /* Return 0 if `group` is not a valid handle. */

@@ -623,8 +623,8 @@ class Request {
     Check(dg_message_tensor(request_->message, index, &out));
     return Tensor(out);
   }
-  // Returns the caller's context. If the call was made in none, what is done with it throws
-  // DG_INVALID_ARGUMENT.
+  // Returns the caller's context. If the call was made in none, its id() is 0, and all else that is
+  // done with it throws DG_INVALID_ARGUMENT.
   ContextRef context() const noexcept { return ContextRef(request_->context); }
   // Returns options for nested calls: in the caller's context, with what is left of its timeout,
   // and cancelled with its call.
@@ -1619,7 +1619,7 @@ class Pipeline {
     handle_ = Handle<dg_pipeline, dg_pipeline_destroy>(out);
   }
   PipelineResult Train(
-      const Context& context, const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets,
+      ContextRef context, const std::vector<Tensor>& inputs, const std::vector<Tensor>& targets,
       const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
     const std::vector<const dg_tensor*> given = internal::Handles(inputs),
                                         wanted = internal::Handles(targets);
@@ -1630,7 +1630,7 @@ class Pipeline {
   }
   // Starts a step behind those that run, and does not wait for its end. The tensors are not copied,
   // and must not be written to before that.
-  PipelineStep Start(const Context& context, const std::vector<Tensor>& inputs,
+  PipelineStep Start(ContextRef context, const std::vector<Tensor>& inputs,
                      const std::vector<Tensor>& targets,
                      const dg_pipeline_run_options& options = DG_PIPELINE_RUN_OPTIONS_INIT) const {
     const std::vector<const dg_tensor*> given = internal::Handles(inputs),

@@ -385,7 +385,8 @@ TEST_F(CmaChannelTest, WithoutMemoryBothEndsHearOfIt) {
         SCOPED_TRACE(absl::StrCat(has_lease, ", ", size, " bytes, allocation ", nth));
         near_channel_ = far_channel_ = nullptr;
         Connect(listener_->addr());
-        // Then both connections stand, also at the end that opened them, which needed memory for it.
+        // Then both connections stand, also at the end that opened them, which needed memory for
+        // it.
         std::vector<uint8_t> first = Bytes(1, 1), came(1);
         const auto first_sent = Send(*near_channel_, first);
         ASSERT_EQ(*Receive(*far_channel_, came).Wait(), "");
