@@ -182,7 +182,8 @@ class Parts {
 };
 
 // Gives each tensor to one of those that have it: the large ones first, each to whom was given the
-// least so far. The state of a parameter goes where the parameter goes.
+// least so far. The state of a parameter goes where the parameter goes; where that worker has none,
+// as its optimizer was made anew, to one that has it.
 absl::StatusOr<std::vector<HoldRequest>> Divide(const std::vector<std::string>& workers,
                                                 const std::vector<PartPlan>& plans) {
   struct Have {
@@ -220,18 +221,28 @@ absl::StatusOr<std::vector<HoldRequest>> Divide(const std::vector<std::string>& 
     if (those.size() == 1) continue;
     for (const size_t replica : those) holds[replica].replicas.insert(*name);
   }
-  std::map<std::pair<std::string, std::string>, size_t> states;
+  struct Best {
+    std::pair<bool, bool> is;  // whether it has a state, and whether it is the parameter's owner
+    size_t worker;
+  };
+  std::map<std::pair<std::string, std::string>, Best> states;
   for (size_t i = 0; i < plans.size(); ++i) {
     for (const auto& [optimizer, parameters] : plans[i].optimizers) {
+      std::set<std::string> with_state;
+      if (const auto found = plans[i].with_state.find(optimizer);
+          found != plans[i].with_state.end()) {
+        with_state.insert(found->second.begin(), found->second.end());
+      }
       for (const std::string& parameter : parameters) {
         const auto found = owner.find(parameter);
         const bool is_owner = found != owner.end() && found->second == i;
-        const auto [at, is_new] = states.emplace(std::pair(optimizer, parameter), i);
-        if (is_owner) at->second = i;
+        const Best best{{with_state.count(parameter) > 0, is_owner}, i};
+        const auto [at, is_new] = states.emplace(std::pair(optimizer, parameter), best);
+        if (at->second.is < best.is) at->second = best;
       }
     }
   }
-  for (const auto& [of, to] : states) holds[to].optimizers[of.first].insert(of.second);
+  for (const auto& [of, best] : states) holds[best.worker].optimizers[of.first].insert(of.second);
   return holds;
 }
 

@@ -1035,6 +1035,34 @@ TEST_F(CheckpointManagerTest, ASaveWithoutAStateThatTheLastOneHasIsRefused) {
   EXPECT_TRUE(manager->Save(4).ok());
 }
 
+// One of them may have an optimizer that was made anew.
+TEST_F(CheckpointManagerTest, AReplicaThatHasAStateSavesIt) {
+  Cluster cluster({.workers = 2});
+  std::vector<Layer> replicas;
+  std::vector<std::unique_ptr<CheckpointPart>> parts;
+  const auto make = [&](int i) {
+    return Part(cluster[i], {.tensors = replicas[i].Tensors("l"),
+                             .optimizers = {{"adam", replicas[i].adam.get()}}});
+  };
+  for (int i = 0; i < 2; ++i) {
+    replicas.emplace_back(5).Step(1);
+    parts.push_back(make(i));
+  }
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  for (int i = 0; i < 2; ++i) {
+    Layer& fresh = replicas[i];
+    parts[i] = nullptr;
+    fresh.adam = std::make_unique<torch::optim::Adam>(std::vector{fresh.weight, fresh.bias}, 0.1);
+    parts[i] = make(i);
+    const absl::Status saved = manager->Save(2 + i);
+    ASSERT_TRUE(saved.ok()) << saved;
+    const absl::StatusOr<LoadedCheckpoint> loaded = manager->Load();
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    for (const Layer& replica : replicas) EXPECT_EQ(replica.adam->state().size(), 2u) << i;
+  }
+}
+
 // Its launcher has started it again, and no call has failed: after `keep` saves of its fresh
 // weights there would be nothing else.
 TEST_F(CheckpointManagerTest, AWorkerThatHasComeBackIsNotSavedBeforeItIsLoaded) {
