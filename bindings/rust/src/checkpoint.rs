@@ -269,10 +269,10 @@ impl CheckpointManagerOptions {
         self.keep = keep;
         self
     }
-    /// Sets whether a save may lack tensors or optimizers' states that the newest checkpoint has,
-    /// or have those of a worker that was started again since the last save or load and not loaded.
-    /// Else it is refused: their worker is gone, or a part forgets them, and older checkpoints are
-    /// removed. Default: false.
+    /// Sets whether a save may lack tensors or optimizers' states that the last checkpoint has (the
+    /// one that the manager has loaded, until it saves; else the newest), or have those of a worker
+    /// that was started again since the last save or load and not loaded. Else it is refused: their
+    /// worker is gone, or a part forgets them, and older checkpoints are removed. Default: false.
     #[doc(alias = "DG_CHECKPOINT_ALLOW_DROPPING")]
     pub fn allow_dropping(mut self, allow_dropping: bool) -> Self {
         self.allow_dropping = allow_dropping;
@@ -450,7 +450,7 @@ impl CheckpointManager<'_> {
     /// two steps. After an error, which names the worker, the checkpoints that were there are still
     /// there.
     ///
-    /// `Code::FailedPrecondition`, with a list, if it would lack what the newest checkpoint has, if
+    /// `Code::FailedPrecondition`, with a list, if it would lack what the last checkpoint has, if
     /// a worker has come back since this manager's last save or load and was not loaded
     /// ([`allow_dropping`](CheckpointManagerOptions::allow_dropping) allows both), if replicas
     /// differ, and if a worker has no part; `Code::AlreadyExists` if somebody else's folder has the

@@ -1338,9 +1338,10 @@ typedef struct dg_checkpoint_manager_options {
 } dg_checkpoint_manager_options;
 #define DG_CHECKPOINT_MANAGER_OPTIONS_INIT \
   { sizeof(dg_checkpoint_manager_options), {0, 0}, 0, 0, 0, 0 }
-/* A save may lack tensors or optimizers' states that the newest checkpoint has, or have those of a
- * worker that was started again since the last save or load and not loaded. Without this flag it is
- * refused: their worker is gone, or a part forgets them, and older checkpoints are removed. */
+/* A save may lack tensors or optimizers' states that the last checkpoint has (the one that the
+ * manager has loaded, until it saves; else the newest), or have those of a worker that was started
+ * again since the last save or load and not loaded. Without this flag it is refused: their worker
+ * is gone, or a part forgets them, and older checkpoints are removed. */
 #define DG_CHECKPOINT_ALLOW_DROPPING UINT64_C(1)
 
 /* Creates the manager, and the folder, if need be; all workers have to see it under this path. It
@@ -1354,7 +1355,7 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_create(
  * timeout_ms; nobody may write to the tensors meanwhile, so this is for between two steps. After an
  * error, which names the worker, the checkpoints that were there are still there.
  *
- * DG_FAILED_PRECONDITION, with a list, if it would lack what the newest checkpoint has, if a worker
+ * DG_FAILED_PRECONDITION, with a list, if it would lack what the last checkpoint has, if a worker
  * has come back since this manager's last save or load and was not loaded, if replicas differ, and
  * if a worker has no part; DG_INVALID_ARGUMENT if a load would refuse an optimizer's state;
  * DG_ALREADY_EXISTS if somebody else's folder has the name of that step; the error of a

@@ -650,7 +650,10 @@ class CheckpointManager::Impl {
     absl::StatusOr<LoadedCheckpoint> loaded = Caught([&] {
       return LoadNewest(worker_, folders_->path(), options, options_, &damaged_, &incarnations);
     });
-    if (loaded.ok()) Remember(loaded->step, std::move(incarnations));
+    if (loaded.ok()) {
+      Remember(loaded->step, std::move(incarnations));
+      gone_back_to_ = loaded->folder;
+    }
     EndTurn();
     return loaded;
   }
@@ -765,12 +768,17 @@ class CheckpointManager::Impl {
     const absl::StatusOr<const std::vector<StepFolder>*> listed = folders_->List();
     if (!listed.ok()) return OfLeader(*worker_, listed.status());
     const std::vector<StepFolder>* const steps = *listed;
-    if (steps->empty() || !steps->front().manifest.ok()) return absl::OkStatus();
+    // The newest one, unless the job has gone back: it has nothing of what came after that.
+    auto last = std::find_if(steps->begin(), steps->end(), [this](const StepFolder& each) {
+      return each.path == gone_back_to_ && each.manifest.ok();
+    });
+    if (last == steps->end()) last = steps->begin();
+    if (last == steps->end() || !last->manifest.ok()) return absl::OkStatus();
     const std::vector<std::string> lacking =
-        Unexpected(*steps->front().manifest, plans, &PartPlan::with_state);
+        Unexpected(*last->manifest, plans, &PartPlan::with_state);
     if (lacking.empty()) return absl::OkStatus();
     return absl::FailedPreconditionError(
-        absl::StrCat("no worker has what the newest checkpoint, ", steps->front().path,
+        absl::StrCat("no worker has what the last checkpoint, ", last->path,
                      ", has: ", FirstOf(lacking),
                      "; has a worker left, or was an optimizer made anew and took no step? If ",
                      "it is to be saved without, set allow_dropping"));
@@ -794,6 +802,7 @@ class CheckpointManager::Impl {
         Caught([&] { return folders_->Commit(*attempt, *std::move(manifest)); });
     if (!committed.ok()) return OfLeader(*worker_, committed);
     Remember(saving.step, saving.incarnations);
+    gone_back_to_.clear();
     return OfLeader(*worker_,
                     Annotate(folders_->Prune(options_.keep, damaged_),
                              "it is saved, but an older checkpoint could not be removed"));
@@ -828,6 +837,7 @@ class CheckpointManager::Impl {
   // Of whoever has the turn.
   const std::unique_ptr<StepFolders> folders_;
   StepFolders::Damaged damaged_;  // as its loads have found
+  std::string gone_back_to_;      // the folder of what was loaded; empty: a save came after that
   // Of the last save or load.
   int64_t last_step_ = 0;
   Incarnations last_incarnations_;

@@ -1063,6 +1063,49 @@ TEST_F(CheckpointManagerTest, AReplicaThatHasAStateSavesIt) {
   }
 }
 
+// What a parameter or a tensor got after that is none that the job has any more.
+TEST_F(CheckpointManagerTest, AJobThatHasGoneBackSavesWhatItHasGoneBackTo) {
+  Cluster cluster({.workers = 1});
+  for (const bool is_damaged : {false, true}) {
+    Layer a(1), b(2);
+    const auto make = [&](bool has_b) {
+      TensorMap tensors = a.Tensors("a");
+      if (has_b) tensors.merge(b.Tensors("b"));
+      return Part(cluster[0], {.tensors = tensors, .optimizers = {{"adam", a.adam.get()}}});
+    };
+    auto part = make(false);
+    const auto manager = Manager(cluster[0], {.keep = 9});
+    ASSERT_TRUE(manager->Save(10).ok());
+    part = nullptr;
+    part = make(true);
+    a.Step(1);
+    ASSERT_TRUE(manager->Save(100).ok());
+    part = nullptr;
+    part = make(false);
+    LoadOptions options = {.step = 10};
+    if (is_damaged) {
+      FlipLastBit(folder_ + "/step-000100/optimizer.adam-00001-of-00001.safetensors");
+      options = {.fall_back = true};
+    }
+    const absl::StatusOr<LoadedCheckpoint> loaded = manager->Load(options);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ(loaded->step, 10);
+    for (const int64_t step : {20, 30}) {
+      const absl::Status saved = manager->Save(step);
+      EXPECT_TRUE(saved.ok()) << saved;
+    }
+    // And from then on it keeps what it has saved.
+    a.Step(1);
+    ASSERT_TRUE(manager->Save(40).ok());
+    ASSERT_TRUE(manager->Load({.step = 40}).ok());
+    part = nullptr;
+    a.adam = std::make_unique<torch::optim::Adam>(std::vector{a.weight, a.bias}, 0.1);
+    part = make(false);
+    EXPECT_EQ(manager->Save(50).code(), Code::kFailedPrecondition);
+    for (const std::string& name : Names()) fs::remove_all(folder_ + "/" + name);
+  }
+}
+
 // Its launcher has started it again, and no call has failed: after `keep` saves of its fresh
 // weights there would be nothing else.
 TEST_F(CheckpointManagerTest, AWorkerThatHasComeBackIsNotSavedBeforeItIsLoaded) {
