@@ -328,6 +328,10 @@ absl::Status CheckIsNoCheckpoint(const std::string& path) {
   const bool has_none =
       absl::IsNotFound(itself.status()) || !std::filesystem::is_directory(path, error);
   if (has_none) return absl::OkStatus();
+  // Others give their files that name, too.
+  const bool is_foreign = !itself.ok() && IsDamage(itself.status()) &&
+                          !IsStepName(std::filesystem::path(path).filename().string());
+  if (is_foreign) return absl::OkStatus();
   DG_RETURN_IF_ERROR(
       Annotate(itself.status(), absl::StrCat("asking whether ", path, " is one checkpoint")));
   return absl::InvalidArgumentError(absl::StrCat(
@@ -777,11 +781,10 @@ class CheckpointManager::Impl {
     const std::vector<std::string> lacking =
         Unexpected(*last->manifest, plans, &PartPlan::with_state);
     if (lacking.empty()) return absl::OkStatus();
-    return absl::FailedPreconditionError(
-        absl::StrCat("no worker has what the last checkpoint, ", last->path,
-                     ", has: ", FirstOf(lacking),
-                     "; has a worker left, or was an optimizer made anew and took no step? If ",
-                     "it is to be saved without, set allow_dropping"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "no worker has what the last checkpoint, ", last->path, ", has: ", FirstOf(lacking),
+        "; has a worker left, or was an optimizer made anew and took no step? If ",
+        "it is to be saved without, set allow_dropping"));
   }
 
   absl::Status Write(const Saving& saving) {

@@ -270,6 +270,22 @@ TEST_F(CheckpointManagerTest, TheFolderOfOneCheckpointIsNotThatOfAJob) {
   EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_, {.step = 7}).ok());
 }
 
+TEST_F(CheckpointManagerTest, AManifestOfSomebodyElsesMakesNoCheckpointOfAFolder) {
+  Cluster cluster({.workers = 1});
+  const auto part = Part(cluster[0], {.tensors = {{"x", at::ones({1})}}});
+  fs::create_directories(folder_);
+  for (const char* const text : {"{}", "no JSON", "{\"manifest_version\": 3}"}) {
+    Write(folder_ + "/manifest.json", text);
+    const auto manager = CheckpointManager::Create(&cluster[0], folder_);
+    ASSERT_TRUE(manager.ok()) << manager.status();
+    const absl::Status saved = (*manager)->Save(1);
+    EXPECT_TRUE(saved.ok()) << saved;
+    EXPECT_TRUE((*manager)->Load().ok());
+    EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_).ok());
+    EXPECT_EQ(Read(folder_ + "/manifest.json"), text);
+  }
+}
+
 // Whatever can be saved where it lies can be copied before.
 TEST_F(CheckpointManagerTest, ASnapshotHasAnyTensor) {
   Cluster cluster({.workers = 1});

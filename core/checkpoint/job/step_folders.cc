@@ -128,6 +128,8 @@ std::string ThisProcess() {
 
 }  // namespace
 
+bool IsStepName(absl::string_view name) { return ParseName(name).has_value(); }
+
 absl::StatusOr<std::vector<StepFolder>> ListSteps(const std::string& folder) {
   constexpr int kTries = 100;
   // Most changes are over at once. A file system of the network may show a name for seconds longer.

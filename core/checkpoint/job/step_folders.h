@@ -20,6 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "core/checkpoint/durable_file.h"
 #include "core/checkpoint/file_lock.h"
 #include "core/checkpoint/job/manifest.h"
@@ -35,6 +36,9 @@ struct StepFolder {
   // Whether somebody has copied or renamed it: what it has is of another step.
   bool has_other_name() const { return manifest.ok() && manifest->step != step; }
 };
+
+// Whether it is the name that the folder of one checkpoint has, whole or not.
+bool IsStepName(absl::string_view name);
 
 // The checkpoints of a folder that have a manifest: first those whose manifest is good, the last
 // that was saved first, then the others; also while a job saves, removes and renames them.
