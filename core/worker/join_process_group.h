@@ -16,8 +16,9 @@
 namespace distgrad {
 
 // Joins the group. `options` have no store, rank, size, cluster key and certificates of their own:
-// they are those of the rendezvous, for which `options.join_timeout` counts, too. Returns the first
-// error of JoinRendezvous() and ProcessGroup::Create().
+// they are those of the rendezvous, for which `options.join_timeout` counts, too. It begins on each
+// rank when that one calls this: of the first rank's little may be left to connect when the last
+// one comes. Returns the first error of JoinRendezvous() and ProcessGroup::Create().
 absl::StatusOr<std::shared_ptr<ProcessGroup>> JoinProcessGroup(
     ProcessGroupOptions options = {}, const RendezvousOptions& rendezvous_options = {});
 
