@@ -271,8 +271,9 @@ impl CheckpointManagerOptions {
     }
     /// Sets whether a save may lack tensors or optimizers' states that the last checkpoint has (the
     /// one that the manager has loaded, until it saves; else the newest), or have those of a worker
-    /// that was started again since the last save or load and not loaded. Else it is refused: their
-    /// worker is gone, or a part forgets them, and older checkpoints are removed. Default: false.
+    /// that was started again since the last save or load and not loaded, or those that a load has
+    /// left which failed when some of it may have been loaded. Else it is refused: their worker is
+    /// gone, or a part forgets them, and older checkpoints are removed. Default: false.
     #[doc(alias = "DG_CHECKPOINT_ALLOW_DROPPING")]
     pub fn allow_dropping(mut self, allow_dropping: bool) -> Self {
         self.allow_dropping = allow_dropping;
@@ -451,9 +452,10 @@ impl CheckpointManager<'_> {
     /// there.
     ///
     /// `Code::FailedPrecondition`, with a list, if it would lack what the last checkpoint has, if
-    /// a worker has come back since this manager's last save or load and was not loaded
-    /// ([`allow_dropping`](CheckpointManagerOptions::allow_dropping) allows both), if replicas
-    /// differ, and if a worker has no part; `Code::AlreadyExists` if somebody else's folder has the
+    /// a worker has come back since this manager's last save or load (also a load that found no
+    /// checkpoint) and was not loaded, if its last load has failed when some of it may have been
+    /// loaded ([`allow_dropping`](CheckpointManagerOptions::allow_dropping) allows these), if
+    /// replicas differ, and if a worker has no part; `Code::AlreadyExists` if somebody else's folder has the
     /// name of that step; the error of a `save_values`.
     #[doc(alias = "dg_checkpoint_manager_save")]
     pub fn save(&self, step: i64, timeout: impl Into<Option<Duration>>) -> Result<()> {

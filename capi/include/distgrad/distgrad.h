@@ -1340,8 +1340,9 @@ typedef struct dg_checkpoint_manager_options {
   { sizeof(dg_checkpoint_manager_options), {0, 0}, 0, 0, 0, 0 }
 /* A save may lack tensors or optimizers' states that the last checkpoint has (the one that the
  * manager has loaded, until it saves; else the newest), or have those of a worker that was started
- * again since the last save or load and not loaded. Without this flag it is refused: their worker
- * is gone, or a part forgets them, and older checkpoints are removed. */
+ * again since the last save or load and not loaded, or those that a load has left which failed when
+ * some of it may have been loaded. Without this flag it is refused: their worker is gone, or a part
+ * forgets them, and older checkpoints are removed. */
 #define DG_CHECKPOINT_ALLOW_DROPPING UINT64_C(1)
 
 /* Creates the manager, and the folder, if need be; all workers have to see it under this path. It
@@ -1356,9 +1357,10 @@ DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_create(
  * error, which names the worker, the checkpoints that were there are still there.
  *
  * DG_FAILED_PRECONDITION, with a list, if it would lack what the last checkpoint has, if a worker
- * has come back since this manager's last save or load and was not loaded, if replicas differ, and
- * if a worker has no part; DG_INVALID_ARGUMENT if a load would refuse an optimizer's state;
- * DG_ALREADY_EXISTS if somebody else's folder has the name of that step; the error of a
+ * has come back since this manager's last save or load (also a load that found no checkpoint) and
+ * was not loaded, if its last load has failed when some of it may have been loaded, if replicas
+ * differ, and if a worker has no part; DG_INVALID_ARGUMENT if a load would refuse an optimizer's
+ * state; DG_ALREADY_EXISTS if somebody else's folder has the name of that step; the error of a
  * save_values. */
 DG_API DG_MUST_USE dg_error* dg_checkpoint_manager_save(dg_checkpoint_manager* manager,
                                                         int64_t step,

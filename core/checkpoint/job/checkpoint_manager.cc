@@ -559,10 +559,11 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
 }
 
-// `damaged` gets those that were found to be, `incarnations` whom it has loaded if it succeeds.
+// `reached` gets how far it came, `damaged` those that were found to be, `incarnations` whom it has
+// loaded if it succeeds.
 absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& folder,
                                             const LoadOptions& options,
-                                            const CheckpointManagerOptions& of,
+                                            const CheckpointManagerOptions& of, Reached* reached,
                                             StepFolders::Damaged* damaged,
                                             Incarnations* incarnations) {
   DG_ASSIGN_OR_RETURN(const std::string path, PathOf(folder));
@@ -572,10 +573,9 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
   // Another job may remove or rename checkpoints meanwhile.
   constexpr int kTries = 10;
   for (int i = 1;; ++i) {
-    Reached reached = Reached::kNothing;
     absl::StatusOr<LoadedCheckpoint> loaded =
-        LoadFrom(*worker, *parts, path, options, &reached, damaged, incarnations);
-    if (reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
+        LoadFrom(*worker, *parts, path, options, reached, damaged, incarnations);
+    if (*reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
   }
 }
 
@@ -584,9 +584,10 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
 absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
                                                 const LoadOptions& options,
                                                 const CheckpointManagerOptions& of) {
+  Reached reached = Reached::kNothing;
   StepFolders::Damaged damaged;
   Incarnations incarnations;
-  return LoadNewest(worker, folder, options, of, &damaged, &incarnations);
+  return LoadNewest(worker, folder, options, of, &reached, &damaged, &incarnations);
 }
 
 // On a thread that has written for a manager: which one.
@@ -650,14 +651,7 @@ class CheckpointManager::Impl {
 
   absl::StatusOr<LoadedCheckpoint> Load(const LoadOptions& options) {
     DG_RETURN_IF_ERROR(TakeTurn(options.deadline));
-    Incarnations incarnations;
-    absl::StatusOr<LoadedCheckpoint> loaded = Caught([&] {
-      return LoadNewest(worker_, folders_->path(), options, options_, &damaged_, &incarnations);
-    });
-    if (loaded.ok()) {
-      Remember(loaded->step, std::move(incarnations));
-      gone_back_to_ = loaded->folder;
-    }
+    absl::StatusOr<LoadedCheckpoint> loaded = Caught([&] { return LoadInTurn(options); });
     EndTurn();
     return loaded;
   }
@@ -719,12 +713,48 @@ class CheckpointManager::Impl {
     return absl::OkStatus();
   }
 
+  absl::StatusOr<LoadedCheckpoint> LoadInTurn(const LoadOptions& options) {
+    Reached reached = Reached::kNothing;
+    Incarnations incarnations;
+    absl::StatusOr<LoadedCheckpoint> loaded = Caught([&] {
+      return LoadNewest(worker_, folders_->path(), options, options_, &reached, &damaged_,
+                        &incarnations);
+    });
+    if (loaded.ok()) {
+      Remember(loaded->step, loaded->folder, std::move(incarnations));
+    } else if (reached == Reached::kSomeIsLoaded) {
+      half_loaded_ = loaded.status();
+    } else if (absl::IsNotFound(loaded.status()) && !options.step.has_value()) {
+      RememberWhoBegins(options.deadline);
+    }
+    return loaded;
+  }
+
+  // Where there is no checkpoint the job begins with those that are there now.
+  void RememberWhoBegins(Deadline deadline) {
+    // With `workers` nobody has asked who is there.
+    const Deadline until = std::min(deadline, worker_->DefaultDeadline());
+    Incarnations incarnations;
+    if (options_.workers.empty() || worker_->UpdateMembers(until).ok()) {
+      for (const Member& member : worker_->members()) {
+        incarnations[member.name] = member.incarnation;
+      }
+    }
+    Remember(std::nullopt, "", std::move(incarnations));
+  }
+
   // Has all parts keep what they are to save.
   absl::StatusOr<Saving> Hold(int64_t step, Deadline deadline, bool copy) {
     if (step < 0) return absl::InvalidArgumentError(absl::StrCat("the step is ", step));
     DG_ASSIGN_OR_RETURN(Parts parts, Parts::Of(worker_, options_, deadline));
     Saving saving{std::move(parts), step, deadline, RandomNumber(), {}};
     DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, saving.parts.Plans(deadline));
+    if (!half_loaded_.ok() && !options_.allow_dropping) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "a load has failed when some of it may have been loaded (", half_loaded_.message(),
+          "), so workers may have values of different steps: load first; or, if what they have is ",
+          "good, set allow_dropping"));
+    }
     if (!options_.allow_dropping) DG_RETURN_IF_ERROR(CheckNothingIsDropped(plans));
     DG_ASSIGN_OR_RETURN(std::vector<HoldRequest> holds, Divide(saving.parts.workers(), plans));
     std::vector<std::string> payloads;
@@ -755,16 +785,21 @@ class CheckpointManager::Impl {
       if (before == last_incarnations_.end() || before->second == reply.incarnation) continue;
       if (reply.loaded || options_.allow_dropping) continue;
       return absl::FailedPreconditionError(absl::StrCat(
-          "worker '", workers[i], "' has come back since the checkpoint of step ", last_step_,
-          ", and its part '", options_.name, "' has not been loaded: load first; or, if it has its",
-          " values from elsewhere, set allow_dropping"));
+          "worker '", workers[i], "' has come back since ",
+          last_step_.has_value() ? absl::StrCat("the checkpoint of step ", *last_step_)
+                                 : "a load found no checkpoint",
+          ", and its part '", options_.name, "' has not been loaded: load first",
+          last_step_.has_value() ? "" : ", and begin anew on all workers if there is still none",
+          "; or, if it has its values from elsewhere, set allow_dropping"));
     }
     return absl::OkStatus();
   }
 
-  void Remember(int64_t step, Incarnations incarnations) {
+  void Remember(std::optional<int64_t> step, std::string loaded_from, Incarnations incarnations) {
     last_step_ = step;
+    loaded_from_ = std::move(loaded_from);
     last_incarnations_ = std::move(incarnations);
+    half_loaded_ = absl::OkStatus();
   }
 
   // The older checkpoints, which have it, will be removed.
@@ -774,17 +809,20 @@ class CheckpointManager::Impl {
     const std::vector<StepFolder>* const steps = *listed;
     // The newest one, unless the job has gone back: it has nothing of what came after that.
     auto last = std::find_if(steps->begin(), steps->end(), [this](const StepFolder& each) {
-      return each.path == gone_back_to_ && each.manifest.ok();
+      return each.path == loaded_from_ && each.manifest.ok();
     });
     if (last == steps->end()) last = steps->begin();
     if (last == steps->end() || !last->manifest.ok()) return absl::OkStatus();
     const std::vector<std::string> lacking =
         Unexpected(*last->manifest, plans, &PartPlan::with_state);
     if (lacking.empty()) return absl::OkStatus();
-    return absl::FailedPreconditionError(absl::StrCat(
-        "no worker has what the last checkpoint, ", last->path, ", has: ", FirstOf(lacking),
-        "; has a worker left, or was an optimizer made anew and took no step? If ",
-        "it is to be saved without, set allow_dropping"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("no worker has what ",
+                     last == steps->begin() ? "the newest checkpoint, "
+                                            : "the checkpoint that was loaded last, ",
+                     last->path, ", has: ", FirstOf(lacking),
+                     "; has a worker left, or was an optimizer made anew and took no step? If ",
+                     "it is to be saved without, set allow_dropping"));
   }
 
   absl::Status Write(const Saving& saving) {
@@ -804,8 +842,7 @@ class CheckpointManager::Impl {
     const absl::Status committed =
         Caught([&] { return folders_->Commit(*attempt, *std::move(manifest)); });
     if (!committed.ok()) return OfLeader(*worker_, committed);
-    Remember(saving.step, saving.incarnations);
-    gone_back_to_.clear();
+    Remember(saving.step, "", saving.incarnations);
     return OfLeader(*worker_,
                     Annotate(folders_->Prune(options_.keep, damaged_),
                              "it is saved, but an older checkpoint could not be removed"));
@@ -840,10 +877,11 @@ class CheckpointManager::Impl {
   // Of whoever has the turn.
   const std::unique_ptr<StepFolders> folders_;
   StepFolders::Damaged damaged_;  // as its loads have found
-  std::string gone_back_to_;      // the folder of what was loaded; empty: a save came after that
-  // Of the last save or load.
-  int64_t last_step_ = 0;
+  // Of the last save or load, also one that has found no checkpoint, which has no step.
+  std::optional<int64_t> last_step_;
+  std::string loaded_from_;  // its folder; empty: it was a save, or there was none
   Incarnations last_incarnations_;
+  absl::Status half_loaded_;  // the error of a load since then that may have loaded some of it
 
   absl::Mutex mu_;
   bool busy_ ABSL_GUARDED_BY(mu_) = false;

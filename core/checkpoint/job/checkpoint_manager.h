@@ -34,8 +34,9 @@ struct CheckpointManagerOptions {
   int keep = 3;                           // so many checkpoints stay in the folder, the newest ones
   // Whether a save may lack tensors or optimizers' states that the last checkpoint has (the one
   // that the manager has loaded, until it saves; else the newest), or have those of a worker that
-  // was started again since the last save or load and not loaded. Else it is refused: their worker
-  // is gone, or a part forgets them, and older checkpoints are removed.
+  // was started again since the last save or load and not loaded, or those that a load has left
+  // which failed when some of it may have been loaded. Else it is refused: their worker is gone, or
+  // a part forgets them, and older checkpoints are removed.
   bool allow_dropping = false;
   // For tests.
   FileCalls* file_calls = nullptr;
@@ -98,9 +99,10 @@ class CheckpointManager {
   // Saves what all parts have, and waits until it is durable. Nobody may write to the tensors
   // meanwhile, so this is for between two steps. After an error, which names the worker, the
   // checkpoints that were there are still there. kFailedPrecondition, with a list, if it would lack
-  // what the last one has, and if a worker has come back since this manager's last save or load,
-  // and was not loaded (CheckpointManagerOptions::allow_dropping). The error of a save_values
-  // has a handler as its origin.
+  // what the last one has, if a worker has come back since this manager's last save or load (also
+  // a load that found no checkpoint) and was not loaded, and if its last load has failed when some
+  // of it may have been loaded (CheckpointManagerOptions::allow_dropping). The error of a
+  // save_values has a handler as its origin.
   absl::Status Save(int64_t step, Deadline deadline = Deadline::Never());
 
   // Waits until all parts have copied theirs to the memory of the CPU, which is when training may

@@ -734,7 +734,8 @@ TEST_F(CheckpointManagerTest, ErrorsSayWhereTheyAreFrom) {
                                         }
                                         return answer;
                                       }});
-  const auto manager = Manager(cluster[0]);
+  // Else what a load that has failed has loaded is not saved.
+  const auto manager = Manager(cluster[0], {.allow_dropping = true});
   const auto check = [](const absl::Status& status, const char* says, ErrorOrigin::By by) {
     EXPECT_TRUE(absl::StrContains(status.message(), "worker 'worker1'")) << status;
     EXPECT_TRUE(absl::StrContains(status.message(), says)) << status;
@@ -1122,6 +1123,45 @@ TEST_F(CheckpointManagerTest, AJobThatHasGoneBackSavesWhatItHasGoneBackTo) {
   }
 }
 
+// Some workers have another step than others.
+TEST_F(CheckpointManagerTest, WhatALoadHasLoadedInPartIsNotSaved) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  absl::Status answer;
+  const auto part_a =
+      Part(cluster[0],
+           {.tensors = a.Tensors("a"), .load_values = [&](const LoadedValues&) { return answer; }});
+  const auto part_b = Part(cluster[1], {.tensors = b.Tensors("b")});
+  auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  answer = absl::InternalError("no such generator");
+  const auto check = [&] {
+    EXPECT_EQ(manager->Load().status().code(), Code::kInternal);
+    // Nothing of this is loaded.
+    EXPECT_EQ(manager->Load({.step = 7}).status().code(), Code::kNotFound);
+    for (const bool async : {false, true}) {
+      const absl::Status refused = async ? manager->SaveAsync(2).status() : manager->Save(2);
+      EXPECT_EQ(refused.code(), Code::kFailedPrecondition) << refused;
+      EXPECT_TRUE(absl::StrContains(refused.message(), "a load has failed when some")) << refused;
+    }
+  };
+  check();
+  answer = absl::OkStatus();
+  ASSERT_TRUE(manager->Load().ok());
+  EXPECT_TRUE(manager->Save(2).ok());
+  // Where it may begin at step 0 there is nothing to load.
+  answer = absl::InternalError("no such generator");
+  check();
+  for (const std::string& name : Names()) fs::remove_all(folder_ + "/" + name);
+  EXPECT_EQ(manager->Load().status().code(), Code::kNotFound);
+  EXPECT_TRUE(manager->Save(1).ok());
+  // The program may know better.
+  manager = nullptr;
+  manager = Manager(cluster[0], {.allow_dropping = true});
+  EXPECT_EQ(manager->Load().status().code(), Code::kInternal);
+  EXPECT_TRUE(manager->Save(2).ok());
+}
+
 // Its launcher has started it again, and no call has failed: after `keep` saves of its fresh
 // weights there would be nothing else.
 TEST_F(CheckpointManagerTest, AWorkerThatHasComeBackIsNotSavedBeforeItIsLoaded) {
@@ -1148,22 +1188,36 @@ TEST_F(CheckpointManagerTest, AWorkerThatHasComeBackIsNotSavedBeforeItIsLoaded) 
     } while (absl::IsUnavailable(saved) && !end.Passed());
     return saved;
   };
-  start_b();
-  auto manager = Manager(cluster[0]);
-  ASSERT_TRUE(manager->Save(1).ok());
-  restart_b();
+  std::unique_ptr<CheckpointManager> manager;
   const auto check = [&](int64_t step) {
+    const std::string when =
+        step == 0 ? "a load found no checkpoint" : absl::StrCat("the checkpoint of step ", step);
     for (const bool async : {false, true}) {
       const absl::Status refused =
           async ? manager->SaveAsync(step + 1).status() : save(*manager, step + 1);
       EXPECT_EQ(refused.code(), Code::kFailedPrecondition) << refused;
       EXPECT_TRUE(absl::StrContains(
-          refused.message(),
-          absl::StrCat("worker 'worker1' has come back since the checkpoint of step ", step)))
+          refused.message(), absl::StrCat("worker 'worker1' has come back since ", when, ", and")))
           << refused;
     }
     EXPECT_FALSE(fs::exists(absl::StrCat(folder_, "/step-00000", step + 1)));
   };
+  start_b();
+  // A job that begins, with those that are there by then.
+  for (const Strings& workers : {Strings{}, Strings{WorkerName(0), WorkerName(1)}}) {
+    manager = nullptr;
+    manager = Manager(cluster[0], {.workers = workers});
+    ASSERT_EQ(manager->Load().status().code(), Code::kNotFound);
+    restart_b();
+    check(0);
+    // That of another step is none at which a job begins anew.
+    ASSERT_EQ(manager->Load({.step = 7}).status().code(), Code::kNotFound);
+    check(0);
+  }
+  // It begins anew.
+  ASSERT_EQ(manager->Load().status().code(), Code::kNotFound);
+  ASSERT_TRUE(manager->Save(1).ok());
+  restart_b();
   check(1);
   // Any load does, and what has been loaded may be trained and saved.
   ASSERT_TRUE(LoadCheckpoint(&cluster[0], folder_).ok());
