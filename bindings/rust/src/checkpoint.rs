@@ -451,12 +451,12 @@ impl CheckpointManager<'_> {
     /// two steps. After an error, which names the worker, the checkpoints that were there are still
     /// there.
     ///
-    /// `Code::FailedPrecondition`, with a list, if it would lack what the last checkpoint has, if
-    /// a worker has come back since this manager's last save or load (also a load that found no
+    /// `Code::FailedPrecondition`, with a list, if it would lack what the last checkpoint has, if a
+    /// worker has come back since this manager's last save or load (also a load that found no
     /// checkpoint) and was not loaded, if its last load has failed when some of it may have been
     /// loaded ([`allow_dropping`](CheckpointManagerOptions::allow_dropping) allows these), if
-    /// replicas differ, and if a worker has no part; `Code::AlreadyExists` if somebody else's folder has the
-    /// name of that step; the error of a `save_values`.
+    /// replicas differ, and if a worker has no part; `Code::AlreadyExists` if somebody else's
+    /// folder has the name of that step; the error of a `save_values`.
     #[doc(alias = "dg_checkpoint_manager_save")]
     pub fn save(&self, step: i64, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let timeout = timeout.into().map_or(FOREVER, milliseconds);
