@@ -282,8 +282,9 @@ absl::Status ProcessGroup::Failed(std::exception_ptr exception, absl::string_vie
   const auto says = [&status](absl::string_view words) {
     return absl::StrContains(status.message(), words);
   };
-  // The system says that (ETIMEDOUT) of a connection whose other end is lost.
-  const bool is_lost = says("Connection timed out");
+  // The system says that (ETIMEDOUT) of a connection whose other end is lost. Gloo repeats it of
+  // one that it has tried to make until its time was up.
+  const bool is_lost = says("Connection timed out") && !says("timed out connecting");
   if (absl::IsDeadlineExceeded(status) ||
       (in_words && !is_lost && (says("imed out") || says("timeout")))) {
     status = absl::DeadlineExceededError(absl::StrCat(

@@ -279,6 +279,8 @@ TEST(RefusedAveragesTest, WhatABackendSaysOfTimeIsToldFromALostConnection) {
   for (const auto& [words, code] : std::vector<std::pair<std::string, absl::StatusCode>>{
            {"Timed out waiting 5000ms for recv operation to complete",
             absl::StatusCode::kDeadlineExceeded},
+           {"timed out connecting: SO_ERROR: Connection timed out, remote=[10.0.0.2]:31625",
+            absl::StatusCode::kDeadlineExceeded},
            {"Read error [10.0.0.2]:31625: Connection timed out", absl::StatusCode::kUnavailable},
            {"Read error [10.0.0.2]:31625: Connection reset by peer",
             absl::StatusCode::kUnavailable}}) {
