@@ -15,6 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/function_ref.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 
@@ -176,12 +177,22 @@ class GlooDevice::Buffer final : public UnboundBuffer {
   void Wait(Operations& operations, bool (UnboundBuffer::*wait)(int*, Timeout), int* rank,
             Timeout timeout) ABSL_LOCKS_EXCLUDED(context_->mu_) {
     const Operation& first = operations.Next();
+    Timeout left = timeout;
     // Less than none is Gloo's word for that of all.
     if (timeout >= Timeout::zero()) {
       const auto waited = std::chrono::steady_clock::now() - begun_;
-      timeout = std::max(timeout - std::chrono::duration_cast<Timeout>(waited), Timeout::zero());
+      left = std::max(timeout - std::chrono::duration_cast<Timeout>(waited), Timeout::zero());
     }
-    if (!(first.buffer.get()->*wait)(rank, timeout)) {
+    bool came;
+    try {
+      came = (first.buffer.get()->*wait)(rank, left);
+    } catch (const std::exception& error) {
+      // Gloo names the time that was left.
+      if (timeout < Timeout::zero() || !absl::StrContains(error.what(), "Timed out")) throw;
+      throw std::runtime_error(
+          absl::StrCat("Timed out waiting ", timeout.count(), "ms for rank ", first.rank));
+    }
+    if (!came) {
       // It was over when the connection broke, or else is late now.
       bool over;
       try {

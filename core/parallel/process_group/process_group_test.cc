@@ -472,8 +472,10 @@ TEST(ProcessGroupTest, TensorsOfOtherSizesAreAnError) {
 // A rank that waits twice in one collective, for one that is late and then for one that is later.
 TEST(ProcessGroupTest, TheTimeoutIsThatOfAllWaitsOfACollective) {
   absl::Status status;
+  absl::Duration timeout;
   for (absl::Duration enough = absl::Milliseconds(500); status.ok() && enough < absl::Seconds(20);
        enough *= 2) {
+    timeout = enough;
     absl::Notification begun;
     RunRanks(3,
              [&](std::shared_ptr<ProcessGroup> group) {
@@ -490,6 +492,9 @@ TEST(ProcessGroupTest, TheTimeoutIsThatOfAllWaitsOfACollective) {
              {.timeout = enough});
   }
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_TRUE(
+      Contains(status, absl::StrCat("waiting ", absl::ToInt64Milliseconds(timeout), "ms for ")))
+      << status;
 }
 
 }  // namespace
