@@ -69,9 +69,10 @@ at::Tensor WithoutNote(const at::Tensor& sum, const at::Tensor& parameter) {
 }
 
 // A gradient has the strides of its parameter, as optimizers are fast with; a bucket's part has
-// those that are the same on all ranks.
+// those that are the same on all ranks, and so it stays if the parameter has got other sizes since.
 at::Tensor WithStridesOf(const at::Tensor& parameter, at::Tensor part) {
-  if (part.strides() == parameter.strides() || !parameter.is_non_overlapping_and_dense()) {
+  if (part.sizes() != parameter.sizes() || part.strides() == parameter.strides() ||
+      !parameter.is_non_overlapping_and_dense()) {
     return part;
   }
   return at::empty_strided(parameter.sizes(), parameter.strides(), part.options()).copy_(part);
