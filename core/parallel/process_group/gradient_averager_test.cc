@@ -269,6 +269,31 @@ TEST(GradientAveragerTest, GradientsThatShareTheirMemoryAreTwo) {
   }
 }
 
+TEST(GradientAveragerTest, GradientsWithGapsThatShareTheirMemoryAreTwo) {
+  RunRanks(2, [](Group group) {
+    const Tensor a = Parameter({8}), b = Parameter({8});
+    const auto averager = NewAverager(group, {{"a", a}, {"b", b}}, {}, {.bucket_bytes = 1024});
+    const Tensor of_a = torch::ones({8, 2}).select(1, 0);
+    a.mutable_grad() = of_a;
+    b.mutable_grad() = group->rank() == 0 ? of_a.view({8}) : torch::full({8, 2}, 3.0f).select(1, 0);
+    EXPECT_EQ(averager->Average(), absl::OkStatus());
+    EXPECT_TRUE(a.grad().equal(torch::ones({8}))) << a.grad();
+    EXPECT_TRUE(b.grad().equal(torch::full({8}, 2.0f))) << b.grad();
+  });
+}
+
+// Several elements are in one place of the program's, so their averages have another one.
+TEST(GradientAveragerTest, AnExpandedGradientOfTheProgramsIsReplaced) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({8});
+    const auto averager = NewAverager(group, {{"w", w}});
+    const Tensor expanded = torch::full({1}, static_cast<float>(group->rank())).expand(8);
+    w.mutable_grad() = expanded;
+    EXPECT_EQ(averager->Average(), absl::OkStatus());
+    EXPECT_TRUE(w.grad().equal(torch::full({8}, 0.5f))) << w.grad();
+  });
+}
+
 // Of a program that has all its gradients in one buffer, and clips that.
 TEST(GradientAveragerTest, PartsOfABufferOfTheProgramsStayThere) {
   RunRanks(2, [](Group group) {

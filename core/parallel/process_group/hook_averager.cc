@@ -1,6 +1,7 @@
 // Averages what backwards leave in .grad.
 #include "core/parallel/process_group/hook_averager.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/count_nonzero.h>
 
 #include <algorithm>
@@ -31,27 +32,28 @@ bool IsPrivate(const at::Tensor& gradient) {
          !gradient.requires_grad();
 }
 
-// Which of the gradients, by parameter, share memory with another one: libtorch leaves such where
-// a backward gives two parameters the same values. What would be written to one would be the
-// other's, too. Parts of a program's own buffer do not: they lie side by side.
+// Which of the gradients, by parameter, share memory with another one, or their elements with each
+// other: libtorch leaves the former where a backward gives two parameters the same values. What
+// would be written to one would be the other's, too. Parts of a program's own buffer do not: they
+// lie side by side, or as columns between each other.
 std::vector<bool> Overlapping(const std::vector<at::Tensor>& gradients) {
   struct Place {
     uintptr_t begin, end;
     size_t parameter;
   };
+  std::vector<bool> overlapping(gradients.size());
   std::vector<Place> places;
   for (size_t k = 0; k < gradients.size(); ++k) {
     const at::Tensor& gradient = gradients[k];
-    if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.numel() == 0 ||
-        !gradient.is_non_overlapping_and_dense()) {
-      continue;
-    }
+    if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.numel() == 0) continue;
+    overlapping[k] = at::has_internal_overlap(gradient) == at::MemOverlap::Yes;
     const auto begin = reinterpret_cast<uintptr_t>(gradient.const_data_ptr());
-    places.push_back({begin, begin + gradient.nbytes(), k});
+    // Of one with gaps, in which others may be, the first element is looked at.
+    const bool is_dense = gradient.is_non_overlapping_and_dense();
+    places.push_back({begin, begin + (is_dense ? gradient.nbytes() : gradient.itemsize()), k});
   }
   std::sort(places.begin(), places.end(),
             [](const Place& a, const Place& b) { return a.begin < b.begin; });
-  std::vector<bool> overlapping(gradients.size());
   // Of those before, the one that ends last.
   const Place* last = nullptr;
   for (const Place& place : places) {
