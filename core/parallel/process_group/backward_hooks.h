@@ -44,7 +44,7 @@ class BackwardHooks {
   std::vector<std::pair<at::Tensor, const Hook*>> hooks_;
 };
 
-// The number that libtorch gives the backward which this thread runs; negative if it runs none.
+// The number that libtorch gives the backward which this thread runs; -1 if it runs none.
 int RunningBackward();
 // Has libtorch tell `observer` of the end of the backward that this thread runs.
 void ObserveBackwardEnd(std::weak_ptr<BackwardObserver> observer);

@@ -144,7 +144,7 @@ void HookAverager::OnGradient(size_t parameter, const at::Tensor& tensor) {
 
 bool HookAverager::AwaitBackwardEnd() {
   const int backward = RunningBackward();
-  if (backward < 0) return false;
+  if (backward == -1) return false;
   if (std::find(backwards_.begin(), backwards_.end(), backward) == backwards_.end()) {
     ObserveBackwardEnd(self_);
     backwards_.push_back(backward);
