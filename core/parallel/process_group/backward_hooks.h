@@ -21,7 +21,8 @@ class BackwardObserver {
   // A parameter, by its place in the list, has another .grad than before.
   virtual void OnGradient(size_t parameter, const at::Tensor& tensor) = 0;
   // One of these three is called for each backward in which ObserveBackwardEnd() was, with the
-  // number that RunningBackward() was there. Here: it has ended.
+  // number that RunningBackward() was there. Here: it has ended. It may be within another one all
+  // the same, where libtorch runs it on a thread of its own: of 60 within each other the next one.
   virtual void OnBackwardEnd(int backward) = 0;
   // The backward has ended, and was called within a node of another one, which goes on.
   virtual void OnNestedBackwardEnd(int backward) = 0;

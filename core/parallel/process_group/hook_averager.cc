@@ -17,10 +17,6 @@
 namespace distgrad {
 namespace {
 
-constexpr char kTwoAtATime[] =
-    "backwards of two threads gave .grad at a time, and one of them is over (run them one after "
-    "the other; or let GradientAverager::NoSync live during both, and call Average() after them)";
-
 void ThrowIfError(const absl::Status& status) {
   if (!status.ok()) throw StatusError(status);
 }
@@ -162,19 +158,16 @@ bool HookAverager::Forget(int backward) {
 
 void HookAverager::OnBackwardEnd(int backward) {
   absl::MutexLock lock(&sequence_.mu());
-  if (!Forget(backward)) return;
-  const bool is_last = backwards_.empty();
-  if (!HasBegun() && is_last) {
+  // libtorch runs one that is deep within others on another thread, where its end does not tell
+  // that it is within them. The last to end is the outermost of those that are known of.
+  if (!Forget(backward) || !backwards_.empty()) return;
+  if (!HasBegun()) {
     const absl::Status may_begin = sequence_.MayBegin();
     if (!may_begin.ok()) round_.reset();  // the next backward has its own
     ThrowIfError(may_begin);
   }
-  ThrowIfError(sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) {
-    if (is_last) return FinishRound();
-    // The other one's gradients are not all there, and would be in an average of their own.
-    FailRound(kTwoAtATime);
-    return sequence_.group().status();
-  }));
+  ThrowIfError(
+      sequence_.Run([&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(sequence_.mu()) { return FinishRound(); }));
 }
 
 void HookAverager::OnNestedBackwardEnd(int backward) {
@@ -195,9 +188,9 @@ void HookAverager::OnNestedBackwardEnd(int backward) {
 
 void HookAverager::OnBackwardAbandoned(int backward) {
   absl::MutexLock lock(&sequence_.mu());
-  if (!Forget(backward)) return;
+  // Those around it fail, too, or go on because the failure was caught.
+  if (!Forget(backward) || !backwards_.empty()) return;
   if (HasBegun()) FailRound("a backward failed");
-  if (!backwards_.empty()) FailRound(kTwoAtATime);
   round_.reset();
 }
 
