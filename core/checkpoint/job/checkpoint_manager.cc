@@ -328,9 +328,10 @@ absl::Status CheckIsNoCheckpoint(const std::string& path) {
   const bool has_none =
       absl::IsNotFound(itself.status()) || !std::filesystem::is_directory(path, error);
   if (has_none) return absl::OkStatus();
-  // Others give their files that name, too.
-  const bool is_foreign = !itself.ok() && IsDamage(itself.status()) &&
-                          !IsStepName(std::filesystem::path(path).filename().string());
+  // Others give their files that name, too. A link, "latest", has the name of what it leads to.
+  const std::filesystem::path target = std::filesystem::weakly_canonical(path, error);
+  const bool is_foreign = !itself.ok() && IsDamage(itself.status()) && !error &&
+                          !IsStepName(target.filename().string());
   if (is_foreign) return absl::OkStatus();
   DG_RETURN_IF_ERROR(
       Annotate(itself.status(), absl::StrCat("asking whether ", path, " is one checkpoint")));
@@ -732,14 +733,11 @@ class CheckpointManager::Impl {
 
   // Where there is no checkpoint the job begins with those that are there now.
   void RememberWhoBegins(Deadline deadline) {
-    // With `workers` nobody has asked who is there.
+    // With `workers` nobody has asked who is there. If that fails, those are who were known of.
     const Deadline until = std::min(deadline, worker_->DefaultDeadline());
+    if (!options_.workers.empty()) worker_->UpdateMembers(until).IgnoreError();
     Incarnations incarnations;
-    if (options_.workers.empty() || worker_->UpdateMembers(until).ok()) {
-      for (const Member& member : worker_->members()) {
-        incarnations[member.name] = member.incarnation;
-      }
-    }
+    for (const Member& member : worker_->members()) incarnations[member.name] = member.incarnation;
     Remember(std::nullopt, "", std::move(incarnations));
   }
 

@@ -260,10 +260,14 @@ TEST_F(CheckpointManagerTest, TheFolderOfOneCheckpointIsNotThatOfAJob) {
   EXPECT_FALSE(fs::exists(one + "/.lock"));
   const std::string manifest = Read(one + "/manifest.json");
   FlipLastBit(one + "/manifest.json");
-  for (const absl::Status& status : {LoadCheckpoint(&cluster[0], one).status(),
-                                     CheckpointManager::Create(&cluster[0], one).status()}) {
-    EXPECT_EQ(status.code(), Code::kDataLoss) << status;
-    EXPECT_TRUE(absl::StrContains(status.message(), one + "/manifest.json")) << status;
+  const std::string latest = folder_ + "/latest";
+  fs::create_directory_symlink("step-000007", latest);
+  for (const std::string& folder : {one, latest}) {
+    for (const absl::Status& status : {LoadCheckpoint(&cluster[0], folder).status(),
+                                       CheckpointManager::Create(&cluster[0], folder).status()}) {
+      EXPECT_EQ(status.code(), Code::kDataLoss) << status;
+      EXPECT_TRUE(absl::StrContains(status.message(), folder + "/manifest.json")) << status;
+    }
   }
   EXPECT_FALSE(fs::exists(one + "/.lock"));
   Write(one + "/manifest.json", manifest);

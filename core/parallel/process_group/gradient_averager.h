@@ -65,10 +65,10 @@ struct JoinOptions {
 // Thread-safe, as far as the order is the same on all ranks: averages come one after the other, and
 // one that is asked for while a backward that gives .grad is being averaged is an error. So
 // backwards that give .grad are not to run on two threads at a time, which is not found out: they
-// are taken for one within the other, whose average is there when the last of them has ended. An
-// error of the averager or its group is the result of all later calls; backward() throws it as a
-// StatusError. No error of theirs is an average that this thread may not begin now
-// (ProcessGroup::MayBegin()): nothing of it has begun, and it may be done again.
+// are taken for one within the other, whose average is there when the last of them has ended, and
+// not at all if that one fails. An error of the averager or its group is the result of all later
+// calls; backward() throws it as a StatusError. No error of theirs is an average that this thread
+// may not begin now (ProcessGroup::MayBegin()): nothing of it has begun, and it may be done again.
 class GradientAverager {
  public:
   // Every rank calls it, with the same parameters and buffers but for their values: those of rank 0
