@@ -473,8 +473,9 @@ TEST(ProcessGroupTest, TensorsOfOtherSizesAreAnError) {
 TEST(ProcessGroupTest, TheTimeoutIsThatOfAllWaitsOfACollective) {
   absl::Status status;
   absl::Duration timeout;
-  for (absl::Duration enough = absl::Milliseconds(500); status.ok() && enough < absl::Seconds(20);
-       enough *= 2) {
+  // On a busy machine another rank may be the first whose time is over.
+  for (absl::Duration enough = absl::Milliseconds(500);
+       !absl::IsDeadlineExceeded(status) && enough < absl::Seconds(20); enough *= 2) {
     timeout = enough;
     absl::Notification begun;
     RunRanks(3,
@@ -492,7 +493,11 @@ TEST(ProcessGroupTest, TheTimeoutIsThatOfAllWaitsOfACollective) {
              {.timeout = enough});
   }
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
-  EXPECT_TRUE(
+  EXPECT_TRUE(Contains(status, absl::StrCat("longer than ", absl::FormatDuration(timeout))))
+      << status;
+  // What Gloo says itself is not how much of it was left; with a cluster key no time is named.
+  EXPECT_EQ(
+      Contains(status, "waiting "),
       Contains(status, absl::StrCat("waiting ", absl::ToInt64Milliseconds(timeout), "ms for ")))
       << status;
 }
