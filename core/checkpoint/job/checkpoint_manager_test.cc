@@ -70,6 +70,14 @@ void FlipLastBit(const fs::path& path) {
   Write(path, bytes);
 }
 
+// What a manager asks a part first when it loads the checkpoint of a folder.
+std::string CheckOf(const std::string& folder, uint64_t token) {
+  return *Encode(CheckRequest{.token = token,
+                              .folder = folder,
+                              .manifest = Crc32c(Read(folder + "/manifest.json")),
+                              .strict = true});
+}
+
 // A model's layer with its optimizer, as one worker has it.
 struct Layer {
   explicit Layer(double value, int64_t size = 10) {
@@ -1393,13 +1401,8 @@ TEST_F(CheckpointManagerTest, DamageBetweenTheTwoReadsIsFound) {
     const auto part = Part(cluster[0], {.tensors = {{"x", tensor}}});
     ASSERT_TRUE(Manager(cluster[0])->Save(1).ok());
     const std::string folder = folder_ + "/step-000001";
-    const absl::StatusOr<std::string> check =
-        Encode(CheckRequest{.token = 7,
-                            .folder = folder,
-                            .manifest = Crc32c(Read(folder + "/manifest.json")),
-                            .strict = true});
-    const auto checked =
-        cluster[0].Call(WorkerName(0), std::string(kCheckpointCheck), {*check, {}});
+    const auto checked = cluster[0].Call(WorkerName(0), std::string(kCheckpointCheck),
+                                         {CheckOf(folder, /*token=*/7), {}});
     ASSERT_TRUE(checked.ok()) << checked.status();
     const std::string file = folder + "/model-00001-of-00001.safetensors";
     FlipLastBit(file);
@@ -1464,15 +1467,10 @@ TEST_F(CheckpointManagerTest, ALoadThatWasGivenUpLoadsNothingMore) {
                                       }});
   ASSERT_TRUE(Manager(cluster[0], {.workers = {WorkerName(1)}})->Save(1).ok());
   const std::string folder = folder_ + "/step-000001";
-  const absl::StatusOr<std::string> check =
-      Encode(CheckRequest{.token = 7,
-                          .folder = folder,
-                          .manifest = Crc32c(Read(folder + "/manifest.json")),
-                          .strict = true});
   const auto call = [&](absl::string_view function, const std::string& payload) {
     return cluster[0].CallAsync(WorkerName(1), std::string(function), {payload, {}});
   };
-  ASSERT_TRUE(call(kCheckpointCheck, *check).Wait().ok());
+  ASSERT_TRUE(call(kCheckpointCheck, CheckOf(folder, /*token=*/7)).Wait().ok());
   // Tells that a call that was cancelled after the load knows of it, and so does the load.
   absl::Notification serves, knows;
   ASSERT_TRUE(cluster[1]
