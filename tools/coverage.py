@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Runs tests, and says which lines of core and capi they have run.
 
-  tools/coverage.py [--missing] [--folder FOLDER] [--json FILE] [TARGET...]
+  tools/coverage.py [--missing] [--folder FOLDER] [--json FILE] [--config CONFIG] [TARGET...]
 
 Builds TARGET... (default //core/... //capi/... //tests/integration/...) with --config=coverage, for which
 g++ counts how often each line runs, runs the tests, and prints for each package of core and capi how many
 of its lines have code, and how many of these ran. With --missing it also prints which did not, file by
 file; --folder core/rpc prints that folder alone. Tests and what is only for them do not count.
+--config asan builds and runs them under that sanitizer, too, so that one build serves both; what skips
+there has no counts.
 
 A process writes its counts when it ends by itself: what it did is missing if it was killed, or ended with
 _exit. A source that was built, and that no test of this call reaches, counts with all of its lines: use
@@ -127,6 +129,7 @@ def main():
   parser.add_argument("--missing", action="store_true")
   parser.add_argument("--folder", default="")
   parser.add_argument("--json")
+  parser.add_argument("--config", action="append", default=[])
   parser.add_argument("targets", nargs="*", default=TARGETS)
   options = parser.parse_args()
   os.chdir(ROOT)
@@ -134,10 +137,12 @@ def main():
   shutil.rmtree(counts, ignore_errors=True)
   os.makedirs(counts)
   bazel = os.environ.get("BAZEL", "tools/bazel")
-  tests = subprocess.run([bazel, "test", "--config=coverage", "--nocache_test_results",
+  # That of the coverage comes last, for its output folders are its own.
+  configs = ["--config=" + each for each in options.config + ["coverage"]]
+  tests = subprocess.run([bazel, "test", *configs, "--nocache_test_results",
                           "--sandbox_writable_path=" + counts, "--test_env=GCOV_PREFIX=" + counts, "--",
                           *options.targets])
-  info = subprocess.run([bazel, "info", "--config=coverage", "bazel-bin"], stdout=subprocess.PIPE, text=True,
+  info = subprocess.run([bazel, "info", *configs, "bazel-bin"], stdout=subprocess.PIPE, text=True,
                         check=True)
   lines = gather(info.stdout.strip(), counts)
   if not any(any(of_file.values()) for of_file in lines.values()):

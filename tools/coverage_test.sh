@@ -40,10 +40,10 @@ g++ --coverage bazel-out/core/part/*.o -o program
 cat >real <<'END'
 #!/usr/bin/env bash
 set -euo pipefail
+echo "$*" >>calls
 case $1 in
   info) echo "$PWD/bazel-out" ;;
   test)
-    echo "$*" >>calls
     for argument; do
       if [[ $argument == --test_env=* ]]; then export "${argument#--test_env=}"; fi
     done
@@ -68,8 +68,10 @@ grep -q '"core/part/half.h": {"1": 1, "2": 1' counts.json || fail "counts: $(cat
 
 # Each call counts anew, and says that a test has failed.
 status=0
-STATUS=3 python3 tools/coverage.py --folder core/part --json counts.json >said || status=$?
+STATUS=3 python3 tools/coverage.py --config asan --folder core/part --json counts.json >said || status=$?
 ((status == 3)) || fail "a test that fails gives status $status"
+# The last one says which output folders are used, to build and to count.
+(($(grep -c -- "^[a-z]* --config=asan --config=coverage" calls) == 2)) || fail "it called $(cat calls)"
 diff - said <<'END' || fail "it says something else of a folder"
   71.4 %       5 of      7  core/part
   71.4 %       5 of      7  all
