@@ -222,6 +222,8 @@ absl::Status ContextRecord::TakeGradientsOf(ContextRecord& other) {
     taken.swap(other.gradients_);
   }
   try {
+    // Passes add to what it sets in any mode.
+    const c10::InferenceMode off(false);
     const at::NoGradGuard no_grad;
     for (const auto& [impl, slot] : taken) {
       // A hook may have dropped it.

@@ -14,10 +14,12 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/hash/hash.h"
 #include "absl/strings/str_cat.h"
 #include "core/autograd/context_record.h"
 #include "core/autograd/executor/post_accumulate.h"
+#include "core/base/blocking.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
 
@@ -31,6 +33,27 @@ absl::Mutex* Locks() {
   static absl::Mutex* const locks = new absl::Mutex[kLocks];
   return locks;
 }
+
+// Locks in a BlockingScope where it has to wait: for a step that may wait for a hook, which may
+// wait for a call to this worker.
+void LockForStep(absl::Mutex& mu) ABSL_EXCLUSIVE_LOCK_FUNCTION(mu) {
+  if (mu.TryLock()) return;
+  const BlockingScope blocking;
+  mu.Lock();
+}
+
+class ABSL_SCOPED_LOCKABLE OptimizerLock {
+ public:
+  explicit OptimizerLock(absl::Mutex* mu) ABSL_EXCLUSIVE_LOCK_FUNCTION(mu) : mu_(*mu) {
+    LockForStep(mu_);
+  }
+  ~OptimizerLock() ABSL_UNLOCK_FUNCTION() { mu_.Unlock(); }
+  OptimizerLock(const OptimizerLock&) = delete;
+  OptimizerLock& operator=(const OptimizerLock&) = delete;
+
+ private:
+  absl::Mutex& mu_;
+};
 
 // Locks all parameters of an optimizer. In one order, so that no two wait for each other.
 class ParametersLock {
@@ -46,7 +69,7 @@ class ParametersLock {
       }
     }
     for (size_t i = 0; i < kLocks; ++i) {
-      if (held_[i]) Locks()[i].Lock();
+      if (held_[i]) LockForStep(Locks()[i]);
     }
   }
   ~ParametersLock() {
@@ -95,7 +118,7 @@ LocalOptimizer::~LocalOptimizer() = default;
 absl::Status LocalOptimizer::Step(const ContextRecord& context,
                                   std::optional<double> learning_rate) {
   DG_RETURN_IF_ERROR(CheckMayAwaitStep());
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);
   const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);
@@ -105,6 +128,8 @@ absl::Status LocalOptimizer::Step(const ContextRecord& context,
   std::vector<at::Tensor> before;
   absl::Status status;
   try {
+    // The state that it makes is stepped in any mode.
+    const c10::InferenceMode off(false);
     at::NoGradGuard no_grad;
     // All of them before anything changes: a context may be released meanwhile.
     DG_ASSIGN_OR_RETURN(const std::vector<at::Tensor> gradients, context.GradientsOf(parameters));
@@ -125,7 +150,7 @@ absl::Status LocalOptimizer::Step(const ContextRecord& context,
 absl::Status LocalOptimizer::SetLearningRate(double learning_rate) {
   if (!std::isfinite(learning_rate) || learning_rate < 0)
     return absl::InvalidArgumentError(absl::StrCat("the learning rate is ", learning_rate));
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   for (torch::optim::OptimizerParamGroup& group : optimizer_->param_groups())
     group.options().set_lr(learning_rate);
@@ -133,26 +158,26 @@ absl::Status LocalOptimizer::SetLearningRate(double learning_rate) {
 }
 
 absl::StatusOr<std::vector<StateTensor>> LocalOptimizer::State() {
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   return ReadState(*optimizer_);
 }
 
 absl::Status LocalOptimizer::LoadState(const std::vector<StateTensor>& state) {
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   return distgrad::LoadState(state, optimizer_.get());
 }
 
 absl::Status LocalOptimizer::Use(absl::FunctionRef<absl::Status(torch::optim::Optimizer&)> use) {
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   return use(*optimizer_);
 }
 
 bool LocalOptimizer::Remove() {
   std::unique_ptr<torch::optim::Optimizer> removed;  // ends outside the lock
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   removed.swap(optimizer_);
   removed_.store(true, std::memory_order_release);
   return removed != nullptr;
@@ -162,7 +187,7 @@ bool LocalOptimizer::removed() const { return removed_.load(std::memory_order_ac
 
 absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
     const ContextRecord& context) {
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);
   std::vector<at::Tensor> norms;
@@ -180,7 +205,7 @@ absl::StatusOr<std::vector<at::Tensor>> LocalOptimizer::GradientNorms(
 }
 
 absl::Status LocalOptimizer::ScaleGradients(ContextRecord& context, const at::Tensor& factor) {
-  absl::MutexLock lock(&mu_);
+  const OptimizerLock lock(&mu_);
   if (optimizer_ == nullptr) return Removed();
   const ParametersLock parameters_lock(*optimizer_);
   const std::vector<at::Tensor> parameters = ParametersOf(*optimizer_);

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/autograd/context_record.h"
+#include "core/base/thread_pool.h"
 
 namespace distgrad {
 namespace {
@@ -93,6 +94,49 @@ TEST_F(LocalOptimizerTest, WhatIsScaledInInferenceModeIsNoTensorOfIt) {
   EXPECT_FALSE(context_.Gradient(used_)->is_inference());
   AddGradient(context_, used_, 3);
   EXPECT_TRUE(context_.Gradient(used_)->equal(at::full({2}, 4.5)));
+}
+
+TEST_F(LocalOptimizerTest, WhatAStepInInferenceModeMakesIsNoTensorOfIt) {
+  LocalOptimizer optimizer(std::make_unique<torch::optim::SGD>(
+      std::vector<at::Tensor>{used_}, torch::optim::SGDOptions(1).momentum(0.9)));
+  AddGradient(context_, used_, 3);
+  {
+    const c10::InferenceMode inference;
+    ASSERT_TRUE(optimizer.Step(context_).ok());
+  }
+  const absl::Status again = optimizer.Step(context_);
+  EXPECT_TRUE(again.ok()) << again;
+}
+
+// The hook of a pass waits for something that this worker's pool has to do, and one step for the
+// hook; so whoever waits for that step must not keep the pool's thread.
+TEST_F(LocalOptimizerTest, WhoWaitsForAStepLeavesItsThreadToOthers) {
+  std::promise<void> in_hook, done, go_on;
+  struct Hook : torch::autograd::PostAccumulateGradHook {
+    explicit Hook(std::function<void()> body) : body(std::move(body)) {}
+    void operator()(const at::Tensor&) override { body(); }
+    const std::function<void()> body;
+  };
+  AddGradient(context_, used_, 3);
+  torch::autograd::impl::set_post_acc_grad_hooks(used_, std::make_unique<Hook>([&] {
+                                                   in_hook.set_value();
+                                                   go_on.get_future().wait();
+                                                 }));
+  ContextRecord other(2);
+  std::thread pass([&] { AddGradient(other, used_, 5); });
+  in_hook.get_future().wait();
+  ThreadPool pool("test", 1);
+  // Waits for the hook, and has the parameters meanwhile.
+  pool.Schedule([&] { EXPECT_TRUE(optimizer_.Step(context_).ok()); });
+  // Wait for that one.
+  pool.Schedule([&] { EXPECT_TRUE(optimizer_.SetLearningRate(1).ok()); });
+  LocalOptimizer second(
+      std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{used_}, /*lr=*/1.0));
+  pool.Schedule([&] { EXPECT_TRUE(second.Step(context_).ok()); });
+  pool.Schedule([&] { done.set_value(); });
+  EXPECT_EQ(done.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);
+  go_on.set_value();
+  pass.join();
 }
 
 TEST_F(LocalOptimizerTest, OneThatIsRemovedHasLetGoOfItsParameters) {

@@ -19,6 +19,7 @@
 #include "core/checkpoint/optimizer_checkpoint.h"
 #include "core/optim/local_optimizer.h"
 #include "core/tensor/exception.h"
+#include "core/worker/member_calls.h"
 
 namespace distgrad {
 
@@ -71,7 +72,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
   // The thread that comes first here has the name.
   const absl::Status claimed = serve(kStep, [local](Request& request) -> absl::StatusOr<Message> {
     DG_RETURN_IF_ERROR(local->Step(*request.context.record()));
-    return Message{};
+    return Message{NamePeers({request.context.record().get()}), {}};
   });
   if (absl::IsAlreadyExists(claimed)) {
     return absl::AlreadyExistsError(
@@ -83,14 +84,14 @@ absl::StatusOr<std::unique_ptr<Optimizer>> Optimizer::Create(
   DG_RETURN_IF_ERROR(serve(kNorms, [local](Request& request) -> absl::StatusOr<Message> {
     DG_ASSIGN_OR_RETURN(std::vector<at::Tensor> norms,
                         local->GradientNorms(*request.context.record()));
-    return Message{"", std::move(norms)};
+    return Message{NamePeers({request.context.record().get()}), std::move(norms)};
   }));
   DG_RETURN_IF_ERROR(serve(kScale, [local](Request& request) -> absl::StatusOr<Message> {
     if (request.message.tensors.size() != 1)
       return absl::InvalidArgumentError("the factor is one tensor");
     DG_RETURN_IF_ERROR(
         local->ScaleGradients(*request.context.record(), request.message.tensors[0]));
-    return Message{};
+    return Message{NamePeers({request.context.record().get()}), {}};
   }));
   DG_RETURN_IF_ERROR(serve_any(kRate, [local](Request& request) -> absl::StatusOr<Message> {
     if (request.message.tensors.size() != 1)
@@ -111,20 +112,12 @@ absl::StatusOr<std::vector<Message>> Optimizer::CallAll(const std::string& funct
     absl::MutexLock lock(&mu_);
     workers = workers_;
   }
+  if (workers.empty() && context != nullptr) {
+    return CallMembers(*worker_, function, message, *context);
+  }
   if (workers.empty()) workers = worker_->names();
-  std::vector<Future<Message>> calls;
-  for (const std::string& worker : workers) {
-    calls.push_back(worker_->CallAsync(worker, function, message, {.context = context}));
-  }
-  std::vector<Message> replies;
-  absl::Status status;
-  for (Future<Message>& call : calls) {
-    absl::StatusOr<Message> reply = call.Take();
-    status.Update(reply.status());
-    if (reply.ok()) replies.push_back(*std::move(reply));
-  }
-  DG_RETURN_IF_ERROR(status);
-  return replies;
+  const std::vector<WorkerRef> to(workers.begin(), workers.end());
+  return CallWorkers(*worker_, to, function, message, context);
 }
 
 absl::Status Optimizer::CheckMayAsk() const {

@@ -8,6 +8,7 @@
 #include "core/autograd/context_record.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
+#include "core/worker/member_calls.h"
 
 namespace distgrad {
 
@@ -37,7 +38,9 @@ absl::StatusOr<Message> ServeSumGradients(const ContextRegistry& contexts, const
   for (const std::shared_ptr<ContextRecord>& other : others) {
     DG_RETURN_IF_ERROR(request.context.record()->TakeGradientsOf(*other));
   }
-  return Message{};
+  std::vector<ContextRecord*> summed = {request.context.record().get()};
+  for (const std::shared_ptr<ContextRecord>& other : others) summed.push_back(other.get());
+  return Message{NamePeers(summed), {}};
 }
 
 }  // namespace distgrad

@@ -7,10 +7,10 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "core/autograd/context_record.h"
-#include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/status.h"
 #include "core/tensor/message.h"
+#include "core/worker/member_calls.h"
 #include "core/worker/serve_sum_gradients.h"
 
 namespace distgrad {
@@ -62,15 +62,8 @@ absl::Status SumGradients(Worker& worker, absl::Span<const Context* const> conte
     if (i > 0) others.push_back(id);
   }
   if (others.empty()) return absl::OkStatus();
-  const Message message = EncodeSumGradients(others);
-  std::vector<Future<Message>> calls;
-  for (const std::string& name : worker.names()) {
-    calls.push_back(
-        worker.CallAsync(name, std::string(kSumGradients), message, {.context = contexts[0]}));
-  }
-  absl::Status status;
-  for (Future<Message>& call : calls) status.Update(call.Take().status());
-  return status;
+  return CallMembers(worker, std::string(kSumGradients), EncodeSumGradients(others), *contexts[0])
+      .status();
 }
 
 }  // namespace distgrad

@@ -10,8 +10,10 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
+#include <chrono>
 #include <cmath>
 #include <functional>
+#include <future>
 #include <limits>
 #include <memory>
 #include <string>
@@ -422,6 +424,74 @@ TEST(OptimizerStepTest, PartsMayBeOnSomeWorkersOnly) {
   const absl::Status unknown = first->Step(context);
   EXPECT_TRUE(absl::IsNotFound(unknown)) << unknown;
   EXPECT_NE(unknown.message().find("nobody"), std::string::npos) << unknown;
+}
+
+// Worker 1, which leads, has not heard of it: only its gradients come there, by way of worker 2.
+TEST(OptimizerStepTest, OneWhoHasJoinedIsSteppedToo) {
+  Team team(kWorkers);
+  const std::unique_ptr<Worker> late = team.cluster().Join("late");
+  const at::Tensor v = at::ones({4}).set_requires_grad(true), x = Leaf({4}, 1);
+  std::vector<std::unique_ptr<Optimizer>> parts;
+  for (int w = 0; w < kWorkers; ++w) parts.push_back(NewSgd(team[w], {Leaf({1}, w)}));
+  const auto part_of_late = NewSgd(*late, {v});
+  ASSERT_EQ(late->Register("scale",
+                           [&](Request& request) -> absl::StatusOr<Message> {
+                             return Message{"", {request.message.tensors[0] * v}};
+                           }),
+            absl::OkStatus());
+  const Context context = team[1].NewContext();
+  const at::Tensor y =
+      team.Run(1, 2, context,
+               [&](Tensors in, Request& request) -> absl::StatusOr<Tensors> {
+                 const auto scaled = team[2].Call("late", "scale", {"", in}, request.Nested());
+                 if (!scaled.ok()) return scaled.status();
+                 return scaled->tensors;
+               },
+               {x})[0];
+  ASSERT_EQ(context.Backward({y.sum()}), absl::OkStatus());
+  ASSERT_EQ(team[1].names().size(), 3u) << "it has heard of the one that has joined";
+
+  const absl::StatusOr<double> norm = parts[1]->ClipGradients(context, 1000);
+  ASSERT_TRUE(norm.ok()) << norm.status();
+  EXPECT_NEAR(*norm, x.norm().item<double>(), 1e-5);
+  ASSERT_EQ(parts[1]->Step(context), absl::OkStatus());
+  EXPECT_TRUE(at::allclose(v.detach(), 1 - x.detach())) << v;
+  EXPECT_EQ(late->Leave(Deadline::Never()), absl::OkStatus());
+}
+
+// A step of which one part is refused has been taken by the others, and cannot be asked for again.
+TEST(OptimizerStepTest, WaitsForRoomOnTheWayToAWorker) {
+  class Faults : public FaultInjector {
+   public:
+    Action OnSend(const std::string&, const std::string&, Packet& packet) override {
+      return packet.size() > 64 << 10 ? Action::kHold : Action::kDeliver;
+    }
+  };
+  ClusterOptions options{.faults = std::make_shared<Faults>()};
+  options.limits.bytes_per_peer = 64 << 10;
+  Team team(2, options);
+  const at::Tensor w = at::ones({2}).set_requires_grad(true);
+  const at::Tensor v = at::ones({2}).set_requires_grad(true);
+  const auto here = NewSgd(team[0], {w}), there = NewSgd(team[1], {v});
+  const Context context = team[0].NewContext();
+  const at::Tensor y =
+      team.Run(0, 1, context, [&](Tensors, Request&) { return Tensors{v.sum()}; }, {})[0];
+  ASSERT_EQ(context.Backward({y + w.sum()}), absl::OkStatus());
+  ASSERT_EQ(team[1].Register("keep", [](Request&) -> absl::StatusOr<Message> { return Message{}; }),
+            absl::OkStatus());
+  const Future<Message> large =
+      team[0].CallAsync("worker1", "keep", {std::string(100'000, 'x'), {}});
+  ASSERT_FALSE(large.Done()) << large.Wait().status();
+
+  std::future<absl::Status> step =
+      std::async(std::launch::async, [&] { return here->Step(context); });
+  // One that does not wait has been refused by then.
+  step.wait_for(std::chrono::milliseconds(200));
+  team.cluster().network().ReleaseHeld();
+  EXPECT_EQ(step.get(), absl::OkStatus());
+  EXPECT_TRUE(w.equal(at::zeros({2}))) << w;
+  EXPECT_TRUE(v.equal(at::zeros({2}))) << v;
+  EXPECT_TRUE(large.Wait().ok()) << large.Wait().status();
 }
 
 TEST(OptimizerStepTest, Errors) {

@@ -219,5 +219,39 @@ TEST(SumOfContextsTest, CallsThatMakeNoSenseAreRefused) {
   EXPECT_TRUE(GradientOf(context, w).equal(at::ones({2})));
 }
 
+// Worker 1, which leads, has not heard of it: only gradients of the second context come there.
+TEST(SumGradientsMembersTest, OneWhoHasJoinedSumsToo) {
+  Team team(3);
+  const std::unique_ptr<Worker> late = team.cluster().Join("late");
+  const at::Tensor v = at::ones({4}).set_requires_grad(true), x = Leaf({4}, 1);
+  ASSERT_EQ(late->Register("scale",
+                           [&](Request& request) -> absl::StatusOr<Message> {
+                             return Message{"", {request.message.tensors[0] * v}};
+                           }),
+            absl::OkStatus());
+  ASSERT_EQ(late->Register("gradient",
+                           [&](Request& request) -> absl::StatusOr<Message> {
+                             return Message{"", {GradientOf(request.context, v)}};
+                           }),
+            absl::OkStatus());
+  const Context first = team[1].NewContext(), second = team[1].NewContext();
+  ASSERT_EQ(first.Backward({Leaf({1}, 2).sum()}), absl::OkStatus());
+  const at::Tensor y =
+      team.Run(1, 2, second,
+               [&](Tensors in, Request& request) -> absl::StatusOr<Tensors> {
+                 const auto scaled = team[2].Call("late", "scale", {"", in}, request.Nested());
+                 if (!scaled.ok()) return scaled.status();
+                 return scaled->tensors;
+               },
+               {x})[0];
+  ASSERT_EQ(second.Backward({y.sum()}), absl::OkStatus());
+  ASSERT_EQ(team[1].names().size(), 3u) << "it has heard of the one that has joined";
+  ASSERT_EQ(SumGradients(team[1], {&first, &second}), absl::OkStatus());
+  const auto gradient = team[1].Call("late", "gradient", {}, {.context = &first});
+  ASSERT_TRUE(gradient.ok()) << gradient.status();
+  ExpectSame(gradient->tensors[0], x.detach());
+  EXPECT_EQ(late->Leave(Deadline::Never()), absl::OkStatus());
+}
+
 }  // namespace
 }  // namespace distgrad
