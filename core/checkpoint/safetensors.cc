@@ -93,8 +93,10 @@ absl::StatusOr<LaidOut> LayOut(const TensorMap& tensors,
       return absl::InvalidArgumentError(absl::StrCat(QuoteName(*name), " ", what));
     };
     if (!tensor.defined()) return refuse("is no tensor");
+    if (tensor.is_nested()) return refuse("is not dense: see Tensor::unbind()");
     if (tensor.layout() != at::kStrided) return refuse("is not dense: see Tensor::to_dense()");
     if (tensor.is_meta()) return refuse("is on the device \"meta\" and has no elements");
+    if (!IsInMemory(tensor)) return refuse("has elements that are not in its memory");
     header.tensors[name] = {tensor.scalar_type(), tensor.sizes().vec()};
   }
   DG_ASSIGN_OR_RETURN(SafetensorsLayout layout, LayOutSafetensors(&header));
@@ -120,6 +122,7 @@ std::string MismatchOf(const SafetensorsInfo& info, const at::Tensor& tensor) {
     return absl::StrCat("has ", TypeText(info.dtype, info.shape), " in the file, and here ",
                         TypeText(tensor.scalar_type(), tensor.sizes()));
   }
+  if (!IsInMemory(tensor)) return "has elements here that are not in its memory";
   if (MayOverlapItself(tensor)) {
     return "has elements here that are one in memory";
   }

@@ -339,6 +339,13 @@ TEST_F(SafetensorsTest, WhatCannotBeWrittenIsSaidAndTheOlderFileStays) {
   refused("a", at::ones({2}, at::kComplexDouble), "'a' has dtype ComplexDouble");
   refused("a", at::quantize_per_tensor(at::ones({2}), 1, 0, at::kQInt8), "'a' has dtype QInt8");
   refused("a", at::empty({2}, at::device(at::kMeta)), "'a' is on the device \"meta\"");
+  refused("a", at::_nested_tensor_from_tensor_list({at::ones({2}), at::ones({1})}),
+          "'a' is not dense");
+  at::Tensor shrunk = at::ones({100});
+  shrunk.storage().set_nbytes(99 * sizeof(float));
+  refused("a", shrunk, "'a' has elements that are not in its memory");
+  refused("a", shrunk.view({10, 10}).t(), "'a' has elements that are not in its memory");
+  refused("a", at::_efficientzerotensor({2}), "'a' has elements that are not in its memory");
   refused("__metadata__", at::ones({2}), "'__metadata__' is what the format calls the metadata");
   refused("\xff", at::ones({2}), "not UTF-8");
   path_ = folder_ + "/no/such/folder";
@@ -378,6 +385,9 @@ TEST_F(SafetensorsTest, WhatDoesNotFitIsListedAndNothingIsWritten) {
   into("a", at::zeros({2, 3}).to_sparse(), "'a' is not dense here");
   into("b", at::zeros({1}).expand({2}), "'b' has elements here that are one in memory");
   into("a", at::zeros({4}).unfold(0, 3, 1), "'a' has elements here that are one in memory");
+  at::Tensor shrunk = at::zeros({2});
+  shrunk.storage().set_nbytes(sizeof(float));
+  into("b", shrunk, "'b' has elements here that are not in its memory");
   into("b", at::empty({2}, at::kMeta), "'b' is on the device \"meta\" here");
   ExpectError(file->ReadInto("x", at::zeros({1})), absl::StatusCode::kNotFound, "no tensor 'x'");
   ExpectError(file->Read("x").status(), absl::StatusCode::kNotFound, "no tensor 'x'");

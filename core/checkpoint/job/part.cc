@@ -267,6 +267,8 @@ class CheckpointPart::Impl {
       DG_ASSIGN_OR_RETURN(const HoldRequest hold, DecodeHold(request.message.payload));
       held_.reset();  // its memory first
       DG_RETURN_IF_ERROR(CheckGoesOn(request, hold.token));
+      // Once more: a program may have taken a tensor's memory since the part was made.
+      DG_RETURN_IF_ERROR(CheckSafetensors(contents_.tensors, ModelMetadata()));
       Held held{hold.token, {}, {}, {}};
       for (const std::string& name : hold.tensors) {
         const auto found = contents_.tensors.find(name);
