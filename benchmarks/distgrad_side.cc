@@ -35,7 +35,8 @@ std::string NameOf(int rank) { return absl::StrCat("worker", rank); }
 
 absl::StatusOr<at::Tensor> Await(Future<Message>& answer) {
   DG_ASSIGN_OR_RETURN(Message message, answer.Take());
-  DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, DecodeValues(std::move(message)));
+  DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values,
+                      DecodeValues(std::move(message), UINT64_MAX));
   return values.at(0).toTensor();
 }
 

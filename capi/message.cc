@@ -123,7 +123,8 @@ dg_error* dg_future_values(const dg_future* future, dg_values** out) noexcept {
     if (remote == nullptr) {
       return absl::FailedPreconditionError("not an operator's future: use dg_future_result");
     }
-    DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, DecodeValues(*remote->reply.Wait()));
+    DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values,
+                        DecodeValues(*remote->reply.Wait(), remote->most_bytes));
     DG_ASSIGN_OR_RETURN(std::unique_ptr<ValuesObject> converted, ToValues(values));
     *out = AdoptHandle(std::move(converted));
     return absl::OkStatus();

@@ -70,6 +70,7 @@ struct ValuesObject : HandleObject {
 // The values of an operator that ran elsewhere, as they arrived.
 struct RemoteValues {
   Future<Message> reply;
+  uint64_t most_bytes;  // that they may take: see DecodeValues()
 };
 
 struct FutureObject : HandleObject {

@@ -430,7 +430,8 @@ dg_error* dg_worker_call_op(dg_worker* worker, dg_str to, dg_str op, const dg_va
     DG_ASSIGN_OR_RETURN(Prepared call,
                         PrepareOp(worker, to, op, arguments, argument_count, options));
     DG_ASSIGN_OR_RETURN(Message message, call.Run());
-    DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values, DecodeValues(std::move(message)));
+    DG_ASSIGN_OR_RETURN(const std::vector<c10::IValue> values,
+                        DecodeValues(std::move(message), call.use->limits().message_bytes));
     DG_ASSIGN_OR_RETURN(std::unique_ptr<ValuesObject> converted, ToValues(values));
     *out = AdoptHandle(std::move(converted));
     return absl::OkStatus();
@@ -445,7 +446,7 @@ dg_error* dg_worker_call_op_async(dg_worker* worker, dg_str to, dg_str op,
     DG_ASSIGN_OR_RETURN(Prepared call,
                         PrepareOp(worker, to, op, arguments, argument_count, options));
     HandleAhead<FutureObject> future;
-    future->work = RemoteValues{call.Start()};
+    future->work = RemoteValues{call.Start(), call.use->limits().message_bytes};
     *out = future.Release();
     return absl::OkStatus();
   });

@@ -65,7 +65,8 @@ void Run() {
   const std::vector<c10::IValue> args = {one, one};
   std::printf("EncodeValues %.0f ns\n", Cost([&] { Check(EncodeValues(args).status()); }));
   const Message encoded = *EncodeValues(args);
-  std::printf("DecodeValues %.0f ns\n", Cost([&] { Check(DecodeValues(encoded).status()); }));
+  std::printf("DecodeValues %.0f ns\n",
+              Cost([&] { Check(DecodeValues(encoded, UINT64_MAX).status()); }));
   std::printf("CallOperator(aten::add.Tensor) %.0f ns, called directly %.0f ns\n",
               Cost([&] { Check(CallOperator("aten::add.Tensor", args).status()); }),
               Cost([&] { one.add(one); }));

@@ -115,7 +115,7 @@ TEST(OperatorSchemas, EveryTypeOfEveryArgumentTravelsOrIsKnownNotTo) {
       }
       absl::StatusOr<Message> sent = EncodeValues({{*value}});
       ASSERT_TRUE(sent.ok()) << type << ": " << sent.status();
-      absl::StatusOr<Values> received = DecodeValues(*std::move(sent));
+      absl::StatusOr<Values> received = DecodeValues(*std::move(sent), UINT64_MAX);
       ASSERT_TRUE(received.ok()) << type << ": " << received.status();
       ASSERT_EQ(received->size(), 1u);
       EXPECT_EQ((*received)[0].tagKind(), value->tagKind()) << type;
@@ -854,7 +854,7 @@ TEST(OperatorSchemas, PiecesAreCounted) {
 Values Call(absl::string_view name, Values arguments) {
   absl::StatusOr<Message> sent = EncodeValues(arguments);
   EXPECT_TRUE(sent.ok()) << sent.status();
-  absl::StatusOr<Values> received = DecodeValues(*std::move(sent));
+  absl::StatusOr<Values> received = DecodeValues(*std::move(sent), UINT64_MAX);
   EXPECT_TRUE(received.ok()) << received.status();
   absl::StatusOr<Values> results = CallOperator(name, *std::move(received));
   EXPECT_TRUE(results.ok()) << results.status();

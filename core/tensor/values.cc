@@ -135,7 +135,8 @@ absl::Status Encode(const c10::IValue& value, WireWriter& writer,
 class Decoder {
  public:
   // Takes the tensors out of `message`, which must outlive the decoder.
-  explicit Decoder(Message& message) : tensors_(message.tensors), reader_(message.payload) {}
+  Decoder(Message& message, uint64_t most_bytes)
+      : tensors_(message.tensors), reader_(message.payload), most_bytes_(most_bytes) {}
 
   absl::StatusOr<std::vector<c10::IValue>> Run() {
     const uint8_t version = reader_.U8();
@@ -147,14 +148,20 @@ class Decoder {
     }
     if (count > reader_.remaining()) return absl::InvalidArgumentError("too few values");
     std::vector<c10::IValue> values;
-    values.reserve(count);
-    for (uint32_t i = 0; i < count; ++i) {
+    if (Take(count, sizeof(c10::IValue))) values.reserve(count);
+    for (uint32_t i = 0; i < count && !is_too_large_; ++i) {
       c10::IValue value = Value(reader_.U8());
       if (problem_ == nullptr && !reader_.ok()) problem_ = "it ends too early";
+      if (is_too_large_) break;
       if (problem_ != nullptr) {
         return absl::InvalidArgumentError(absl::StrCat("value ", i, ": ", problem_));
       }
       values.push_back(std::move(value));
+    }
+    if (is_too_large_) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "its values would take more than ", most_bytes_,
+          " bytes beside the elements of tensors; limit message_bytes is ", most_bytes_));
     }
     if (reader_.remaining() != 0 || next_tensor_ != tensors_.size()) {
       return absl::InvalidArgumentError("more was sent than the values need");
@@ -203,7 +210,10 @@ class Decoder {
         return List<c10::complex<double>>(Length(16), [this] { return Complex(); });
       case kMixed: {
         c10::impl::GenericList list(c10::AnyType::get());
-        for (size_t left = Length(1); left > 0 && problem_ == nullptr; --left) {
+        size_t left = Length(1);
+        if (!TakeList(left)) return {};
+        list.reserve(left);
+        for (; left > 0 && problem_ == nullptr; --left) {
           const uint8_t inner = reader_.U8();
           list.push_back(inner <= kDevice ? Value(inner) : Fail("a list within a list"));
         }
@@ -220,10 +230,27 @@ class Decoder {
   }
 
   std::string String() {
-    std::string text(Length(1), '\0');
+    const size_t length = Length(1);
+    // With the object that has it in a value.
+    if (!Take(1, length + 64)) return {};
+    std::string text(length, '\0');
     reader_.Raw(text.data(), text.size());
     return text;
   }
+
+  // Whether so much memory may be taken; for once, and nothing else is read.
+  bool Take(uint64_t count, uint64_t bytes) {
+    // Neither is more than the payload has bytes.
+    is_too_large_ = is_too_large_ || count * bytes > most_bytes_ - taken_;
+    if (is_too_large_) {
+      Fail("it is too large");
+      return false;
+    }
+    taken_ += count * bytes;
+    return true;
+  }
+  // The same for a list of values, and the object that has them.
+  bool TakeList(uint64_t length) { return Take(1, 64 + length * sizeof(c10::IValue)); }
 
   // A length, of which there is enough left; else 0.
   size_t Length(size_t element_bytes) {
@@ -236,8 +263,9 @@ class Decoder {
   template <typename T, typename Next>
   c10::IValue List(size_t length, Next next) {
     c10::List<T> list;
+    if (!TakeList(length)) return {};
     list.reserve(length);
-    for (size_t i = 0; i < length; ++i) list.push_back(next());
+    for (size_t i = 0; i < length && problem_ == nullptr; ++i) list.push_back(next());
     return list;
   }
 
@@ -273,6 +301,9 @@ class Decoder {
   std::vector<at::Tensor>& tensors_;
   WireReader reader_;
   size_t next_tensor_ = 0;
+  const uint64_t most_bytes_;
+  uint64_t taken_ = 0;
+  bool is_too_large_ = false;
   const char* problem_ = nullptr;  // the first
 };
 
@@ -297,9 +328,9 @@ absl::StatusOr<Message> EncodeValues(absl::Span<const c10::IValue> values) {
   return message;
 }
 
-absl::StatusOr<std::vector<c10::IValue>> DecodeValues(Message message) {
+absl::StatusOr<std::vector<c10::IValue>> DecodeValues(Message message, uint64_t most_bytes) {
   try {
-    return Decoder(message).Run();
+    return Decoder(message, most_bytes).Run();
   } catch (...) {
     return StatusFromException(std::current_exception());
   }

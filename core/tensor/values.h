@@ -12,6 +12,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -23,8 +24,10 @@ namespace distgrad {
 // The tensors of all values, in their order, and all else in the payload.
 absl::StatusOr<Message> EncodeValues(absl::Span<const c10::IValue> values);
 
-// Trusts nothing that it reads: kInvalidArgument for what EncodeValues did not write.
-absl::StatusOr<std::vector<c10::IValue>> DecodeValues(Message message);
+// Trusts nothing that it reads: kInvalidArgument for what EncodeValues did not write. A value takes
+// up to sixteen times its bytes of the payload: kResourceExhausted, before memory is taken for
+// them, if all together take more than `most_bytes` beside the elements of tensors.
+absl::StatusOr<std::vector<c10::IValue>> DecodeValues(Message message, uint64_t most_bytes);
 
 }  // namespace distgrad
 

@@ -5,6 +5,8 @@
 #include <ATen/Functions.h>
 #include <ATen/core/List.h>
 
+#include <cstdint>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -69,7 +71,7 @@ TEST(Values, RoundTrip) {
   const Values values = Sample();
   absl::StatusOr<Message> message = EncodeValues(values);
   ASSERT_TRUE(message.ok()) << message.status();
-  absl::StatusOr<Values> decoded = DecodeValues(*message);
+  absl::StatusOr<Values> decoded = DecodeValues(*message, UINT64_MAX);
   ASSERT_TRUE(decoded.ok()) << decoded.status();
   ASSERT_EQ(decoded->size(), values.size());
   for (size_t i = 0; i < values.size(); ++i) {
@@ -78,7 +80,7 @@ TEST(Values, RoundTrip) {
   }
   // Tensors are handed over, not copied.
   EXPECT_TRUE((*decoded)[12].toTensor().is_same(values[12].toTensor()));
-  EXPECT_EQ(DecodeValues(*EncodeValues({}))->size(), 0);
+  EXPECT_EQ(DecodeValues(*EncodeValues({}), UINT64_MAX)->size(), 0);
 }
 
 c10::IValue ListOfLists() {
@@ -100,10 +102,10 @@ TEST(HostileValues, TensorsMustMatch) {
   Message message = *EncodeValues({at::zeros({1}), std::vector<at::Tensor>{at::zeros({1})}});
   Message more = message;
   more.tensors.push_back(at::zeros({1}));
-  EXPECT_FALSE(DecodeValues(more).ok());
+  EXPECT_FALSE(DecodeValues(more, UINT64_MAX).ok());
   for (; !message.tensors.empty();) {
     message.tensors.pop_back();
-    EXPECT_FALSE(DecodeValues(message).ok());
+    EXPECT_FALSE(DecodeValues(message, UINT64_MAX).ok());
   }
 }
 
@@ -116,7 +118,7 @@ TEST(HostileValues, LengthsThatAreNotThere) {
       writer.U32(2);
       writer.U8(static_cast<uint8_t>(tag));
       writer.U64(length);
-      absl::StatusOr<Values> decoded = DecodeValues(message);
+      absl::StatusOr<Values> decoded = DecodeValues(message, UINT64_MAX);
       EXPECT_TRUE(!decoded.ok() || decoded->size() == 2) << tag;
     }
   }
@@ -125,8 +127,37 @@ TEST(HostileValues, LengthsThatAreNotThere) {
 TEST(HostileValues, TruncatedAnywhere) {
   const Message whole = *EncodeValues(Sample());
   for (size_t size = 0; size < whole.payload.size(); ++size) {
-    EXPECT_FALSE(DecodeValues(Message{whole.payload.substr(0, size), whole.tensors}).ok()) << size;
+    EXPECT_FALSE(
+        DecodeValues(Message{whole.payload.substr(0, size), whole.tensors}, UINT64_MAX).ok())
+        << size;
   }
+}
+
+// Memory is taken for what the bytes say that there is, which is more than they are.
+TEST(HostileValues, NoMoreMemoryThanIsAllowed) {
+  c10::List<bool> bools;
+  c10::List<int64_t> ints;
+  c10::List<std::string> strings;
+  c10::List<std::optional<at::Tensor>> tensors;
+  for (int i = 0; i < 1000; ++i) {
+    bools.push_back(true);
+    ints.push_back(i);
+    strings.push_back("");
+    tensors.push_back(std::nullopt);
+  }
+  const Values many = {bools, ints, strings, tensors, std::string(1000, 'x')};
+  for (size_t i = 0; i < many.size(); ++i) {
+    SCOPED_TRACE(i);
+    const Message message = *EncodeValues({many[i]});
+    const absl::StatusOr<Values> refused = DecodeValues(message, 1000);
+    EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted) << refused.status();
+    EXPECT_NE(refused.status().message().find("limit message_bytes is 1000"), std::string::npos)
+        << refused.status();
+    EXPECT_TRUE(DecodeValues(message, 100'000).ok());
+  }
+  EXPECT_EQ(DecodeValues(*EncodeValues(Values(1000)), 1000).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(DecodeValues(*EncodeValues(Values(1000)), 16'000).ok());
 }
 
 TEST(HostileValues, RandomCorruption) {
@@ -137,7 +168,7 @@ TEST(HostileValues, RandomCorruption) {
     for (uint32_t changes = 1 + random() % 4; changes > 0; --changes) {
       message.payload[random() % message.payload.size()] = static_cast<char>(random());
     }
-    absl::StatusOr<Values> decoded = DecodeValues(std::move(message));
+    absl::StatusOr<Values> decoded = DecodeValues(std::move(message), UINT64_MAX);
     EXPECT_TRUE(!decoded.ok() || EncodeValues(*decoded).ok());
   }
 }

@@ -336,7 +336,9 @@ absl::StatusOr<Message> Server::ServeOperator(Request& request) {
         "process, have it serve all operators (ServeOperators::kAll, in C DG_WORKER_ALL_OPERATORS, "
         "in Rust ServeOperators::All)"));
   }
-  DG_ASSIGN_OR_RETURN(std::vector<c10::IValue> arguments, DecodeValues(std::move(request.message)));
+  DG_ASSIGN_OR_RETURN(
+      std::vector<c10::IValue> arguments,
+      DecodeValues(std::move(request.message), parts_.options.limits.message_bytes));
   const int64_t pieces = CountPieces(op, arguments);
   if (pieces > int64_t{parts_.options.limits.tensors_per_message}) {
     return absl::ResourceExhaustedError(absl::StrCat("it would make ", pieces,

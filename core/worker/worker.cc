@@ -86,7 +86,7 @@ absl::StatusOr<std::vector<c10::IValue>> Worker::CallOp(WorkerRef to, absl::stri
                                                         CallOptions options) {
   DG_ASSIGN_OR_RETURN(Message message, EncodeValues(arguments));
   DG_ASSIGN_OR_RETURN(Message reply, Call(to, op, std::move(message), options));
-  return DecodeValues(std::move(reply));
+  return DecodeValues(std::move(reply), limits().message_bytes);
 }
 Context Worker::NewContext() { return impl_->NewContext(); }
 absl::Status Worker::Barrier(Deadline deadline, OnLost on_lost) {

@@ -24,6 +24,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
+#include "core/base/wire.h"
 #include "core/tensor/values.h"
 #include "core/worker/worker.h"
 #include "tests/testing/child_process.h"
@@ -281,6 +282,23 @@ TEST_F(OperatorAttackTest, EachCallGetsAnErrorWithinTheLimits) {
   for (const std::string& words : garbage) {
     SCOPED_TRACE(absl::StrCat(words.size(), " bytes"));
     ASSERT_NO_FATAL_FAILURE(ExpectFails(StatusCode::kInvalidArgument, [&] {
+      return worker_->Call(1, "aten::neg", {words, {}}).status();
+    }));
+  }
+  // A byte of each of these would take sixteen: a value that is none, and a list of such.
+  for (const bool as_list : {false, true}) {
+    SCOPED_TRACE(as_list ? "a list" : "values");
+    const uint32_t count = kMessageBytes - 1000;
+    std::string words;
+    WireWriter writer(&words);
+    writer.U8(1);
+    writer.U32(as_list ? 1 : count);
+    if (as_list) {
+      writer.U8(15);
+      writer.U64(count);
+    }
+    words.append(count, '\0');
+    ASSERT_NO_FATAL_FAILURE(ExpectFails(StatusCode::kResourceExhausted, [&] {
       return worker_->Call(1, "aten::neg", {words, {}}).status();
     }));
   }
