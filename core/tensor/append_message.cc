@@ -55,7 +55,7 @@ absl::StatusOr<at::Tensor> ToPlain(const at::Tensor& tensor, bool stays = false)
   if (plain._is_zerotensor()) plain = at::zeros(plain.sizes(), plain.options());
   if (plain.is_conj()) plain = plain.resolve_conj();
   if (plain.is_neg()) plain = plain.resolve_neg();
-  if (!plain.is_cpu() && !stays) plain = plain.cpu();
+  if (!plain.is_cpu() && !stays) plain = CopyTo(plain, at::kCPU);
   if (IsPlain(*plain.unsafeGetTensorImpl(), stays ? kPlainGpuKeys : kPlainKeys)) return plain;
   return absl::UnimplementedError(
       absl::StrCat("a tensor of this kind cannot be sent: ", plain.toString()));
@@ -99,7 +99,7 @@ absl::Status AppendStrided(const at::Tensor& tensor, const Head& origin, bool co
   if (bytes > kInlineBytes) {
     head.flags |= kInSegment;
   } else if (!source->is_cpu()) {
-    return AppendStrided(tensor.cpu(), origin, contiguous, packet);
+    return AppendStrided(CopyTo(tensor, at::kCPU), origin, contiguous, packet);
   }
 
   WireWriter writer(&packet->bytes);
@@ -179,7 +179,7 @@ std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!IsSmallOnGpu(tensors[i])) continue;
     on_host.resize(tensors.size());
-    on_host[i] = tensors[i].to(at::kCPU, /*non_blocking=*/true);
+    on_host[i] = CopyTo(tensors[i], at::kCPU, /*non_blocking=*/true);
     streams.Add(tensors[i].device());
   }
   streams.Await();
@@ -187,8 +187,8 @@ std::vector<at::Tensor> SmallOnHost(const std::vector<at::Tensor>& tensors) {
 }
 
 // Whether a tensor of a GPU goes by way of the host, though there is a channel: it is faster there.
-// An expanded one would lose its form. `by_host` counts the bytes of a message, of which memory of
-// the host has no more than its part.
+// One that is expanded does not, for its size says little. `by_host` counts the bytes of a message,
+// of which memory of the host has no more than its part.
 bool GoesByHost(const at::Tensor& tensor, size_t* by_host) {
   if (tensor.layout() != at::kStrided || !tensor.is_non_overlapping_and_dense() ||
       tensor.nbytes() > kGpuByHostBytes || *by_host + tensor.nbytes() > kMessageByHostBytes) {

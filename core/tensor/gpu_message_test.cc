@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "core/tensor/gpu_memory.h"
 #include "core/tensor/message_codec.h"
@@ -127,6 +128,29 @@ TEST_F(GpuMessageTest, WhatIsLargeStaysOnGpus) {
     // The stand-in cannot copy what repeats itself.
     const bool repeats = test.name == "expanded";
     EXPECT_TRUE(repeats ? arrived[6].cpu().equal(row[0]) : arrived.cpu().equal(test.on_host));
+  }
+}
+
+// The gradient of a sum, say: by the channel or without one it goes as the one element that it is.
+TEST_F(GpuMessageTest, OneElementThatIsShownOftenGoesOnce) {
+  const at::Tensor one = at::rand({1});
+  for (const bool carries_gpus : {true, false}) {
+    for (const int64_t times : {100, 100'000}) {
+      SCOPED_TRACE(absl::StrCat(carries_gpus, ", ", times));
+      Packet packet;
+      const absl::Status appended =
+          AppendMessage({"", {one.to(Gpu(0)).expand({times})}}, &packet, Shifted(carries_gpus));
+      ASSERT_TRUE(appended.ok()) << appended;
+      EXPECT_TRUE(packet.segments.empty());
+      EXPECT_LT(packet.bytes.size(), 100u);
+      const absl::StatusOr<Message> message = Read(packet);
+      ASSERT_TRUE(message.ok()) << message.status();
+      const at::Tensor& arrived = message->tensors[0];
+      EXPECT_EQ(arrived.device(), Gpu(1));
+      EXPECT_EQ(arrived.sizes(), at::IntArrayRef({times}));
+      EXPECT_EQ(arrived.strides(), at::IntArrayRef({0}));
+      EXPECT_TRUE(arrived[times - 1].cpu().equal(one[0]));
+    }
   }
 }
 

@@ -79,6 +79,18 @@ inline std::optional<int64_t> DenseElements(at::IntArrayRef sizes, at::IntArrayR
   return elements;
 }
 
+// Copies a tensor to another device. One that shows an element in many places, as expand() makes
+// it, does so there, too, and only what is in memory is copied: Tensor::to() would make all of it.
+inline at::Tensor CopyTo(const at::Tensor& tensor, at::Device device, bool non_blocking = false) {
+  const bool may_repeat = tensor.layout() == at::kStrided && tensor.numel() > 0;
+  const std::optional<int64_t> elements =
+      may_repeat ? DenseElements(tensor.sizes(), tensor.strides()) : std::nullopt;
+  if (!elements.has_value() || *elements == tensor.numel()) return tensor.to(device, non_blocking);
+  return tensor.as_strided({*elements}, {1})
+      .to(device, non_blocking)
+      .as_strided(tensor.sizes(), tensor.strides(), 0);
+}
+
 }  // namespace distgrad::internal
 
 #endif  // DISTGRAD_CORE_TENSOR_MESSAGE_FORMAT_H_

@@ -253,7 +253,7 @@ class CopiesToGpus {
  public:
   at::Tensor Begin(at::Tensor from, at::Device to) {
     at::Tensor copy;
-    OutsideOfCaptures(to, [&] { copy = from.to(to, /*non_blocking=*/true); });
+    OutsideOfCaptures(to, [&] { copy = CopyTo(from, to, /*non_blocking=*/true); });
     from_.push_back(std::move(from));
     streams_.Add(to);
     to_ = to;
@@ -281,7 +281,7 @@ absl::StatusOr<at::Tensor> ReadTensor(WireReader& reader, SegmentReader& segment
                                              ? ReadElements(record, reader, segments)
                                              : ReadSparse(record, reader, segments, limits));
   if (device == tensor.device()) return tensor;
-  return device.is_cuda() ? copies.Begin(std::move(tensor), device) : tensor.to(device);
+  return device.is_cuda() ? copies.Begin(std::move(tensor), device) : CopyTo(tensor, device);
 }
 
 absl::Status InTensor(size_t index, const absl::Status& status) {
