@@ -51,6 +51,11 @@ constexpr absl::Duration kCheckClosed = absl::Milliseconds(100);
 // many wait.
 absl::Duration CheckAgain(int size) { return absl::Seconds(10) + absl::Milliseconds(50) * size; }
 
+// What each claim of a name adds to the name's counter, beside the rank that the claimant brings:
+// so the first two know whose was the first, and which rank it brought, though it may die before it
+// has said anything else.
+constexpr int64_t kOneClaim = int64_t{1} << 32;
+
 // The keys. Ranks and names are claimed by counters: the worker that counts to 1 is the first.
 // Entries are signed where there is a cluster key, and counters are not: so a counter never opens
 // anything, but tells the last worker that comes to check.
@@ -59,7 +64,7 @@ std::string IncarnationsKey(int rank) { return absl::StrCat("worker/", rank, "/i
 std::string NameKey(absl::string_view name) { return absl::StrCat("name/", name); }  // its rank
 std::string LostKey(int rank) { return absl::StrCat("lost/", rank); }  // the incarnation that is
 std::string AtKey(int rank) { return absl::StrCat("at/", rank); }      // a BarrierMark
-std::string ClaimsKey(absl::string_view name) { return absl::StrCat("claims/", name); }
+std::string ClaimedKey(absl::string_view name) { return absl::StrCat("claimed/", name); }
 constexpr char kJoined[] = "joined";    // counts the workers that have an entry
 constexpr char kAll[] = "all";          // all of the start have one
 constexpr char kReady[] = "ready";      // counts the workers that know all others
@@ -123,6 +128,11 @@ absl::StatusOr<Store::Value> Await(Store& store, const std::string& key, Deadlin
 // Whether the store has not answered, and may be asked again before the deadline.
 bool IsSilence(const absl::Status& status, Deadline deadline) {
   return absl::IsDeadlineExceeded(status) && !deadline.Passed();
+}
+
+absl::Status RankIsTaken(absl::string_view name, int rank) {
+  return absl::AlreadyExistsError(
+      absl::StrCat("worker '", name, "' cannot join: rank ", rank, " is taken by another worker"));
 }
 
 std::string NamesOf(const std::vector<WorkerInfo>& workers) {
@@ -203,6 +213,10 @@ absl::Status Membership::CheckOptions() const {
   return absl::OkStatus();
 }
 
+std::string Membership::NameAt(int rank) const {
+  return options_.name.empty() ? absl::StrCat("worker", rank) : options_.name;
+}
+
 absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
   DG_RETURN_IF_ERROR(CheckOptions());
   DG_ASSIGN_OR_RETURN(self_, options_.join ? ClaimByName(deadline) : ClaimRank(deadline));
@@ -212,17 +226,14 @@ absl::StatusOr<WorkerInfo> Membership::Claim(Deadline deadline) {
 absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
   WorkerInfo self;
   self.rank = static_cast<WorkerRank>(options_.rank);
-  self.name = options_.name.empty() ? absl::StrCat("worker", options_.rank) : options_.name;
+  self.name = NameAt(options_.rank);
   world_size_ = options_.world_size;
   DG_ASSIGN_OR_RETURN(const int64_t count,
                       store_->Add(IncarnationsKey(options_.rank), 1, deadline));
   self.incarnation = MakeIncarnation(count);
   if (count == 1) return self;
 
-  const auto refuse = [&] {
-    return absl::AlreadyExistsError(absl::StrCat("worker '", self.name, "' cannot join: rank ",
-                                                 self.rank, " is taken by another worker"));
-  };
+  const auto refuse = [&] { return RankIsTaken(self.name, self.rank); };
   DG_ASSIGN_OR_RETURN(const Store::Value outcome, TryGet(*store_, kOutcome, deadline));
   if (!outcome.has_value() || !outcome->empty()) {
     // Before the start that is a mistake; the worker that comes second tells everyone.
@@ -253,38 +264,79 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(world_size_, ReadNumber(*store_, kSize, deadline));
 
   if (!options_.name.empty()) {
-    DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimsKey(options_.name), 1, deadline));
-    if (claims > 1) {
-      DG_ASSIGN_OR_RETURN(const int rank, ReadNumber(*store_, NameKey(options_.name), deadline));
-      DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(rank), 1, deadline));
-      return NextIncarnation(static_cast<WorkerRank>(rank), count);
+    const std::string& name = options_.name;
+    DG_ASSIGN_OR_RETURN(std::optional<int> rank, RankOf(name, deadline));
+    if (!rank.has_value()) {
+      DG_ASSIGN_OR_RETURN(const int next, NextRank(deadline));
+      DG_ASSIGN_OR_RETURN(rank, ClaimName(name, next, deadline));
     }
+    if (rank.has_value()) return ClaimIncarnation(*rank, deadline);
+    const absl::StatusOr<int> known = ReadNumber(*store_, NameKey(name), deadline);
+    if (absl::IsNotFound(known.status())) {
+      return absl::AlreadyExistsError(absl::StrCat(
+          "worker '", name,
+          "' cannot join: several workers have asked for this name at once, and "
+          "the first of them are late, or have ended; if it stays so, take another name"));
+    }
+    DG_RETURN_IF_ERROR(known.status());
+    return ClaimIncarnation(*known, deadline);
   }
+  for (;;) {
+    DG_ASSIGN_OR_RETURN(const int rank, NextRank(deadline));
+    DG_ASSIGN_OR_RETURN(std::optional<int> its, RankOf(NameAt(rank), deadline));
+    if (its.has_value()) continue;  // somebody has asked for that name
+    DG_ASSIGN_OR_RETURN(its, ClaimName(NameAt(rank), rank, deadline));
+    if (its == rank) return ClaimIncarnation(rank, deadline);
+  }
+}
+
+absl::StatusOr<int> Membership::NextRank(Deadline deadline) {
   DG_ASSIGN_OR_RETURN(const int64_t joined, store_->Add(kJoiners, 1, deadline));
   const int64_t rank = world_size_ + joined - 1;
-  if (rank >= options_.max_workers) {
-    DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1, deadline).status());
-    if (!options_.name.empty()) {
-      DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(options_.name), -1, deadline).status());
-    }
-    return absl::ResourceExhaustedError(absl::StrCat(
-        "the job has had ", rank, " workers, and max_workers is ", options_.max_workers));
+  if (rank < options_.max_workers) return static_cast<int>(rank);
+  DG_RETURN_IF_ERROR(store_->Add(kJoiners, -1, deadline).status());
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "the job has had ", rank, " workers, and max_workers is ", options_.max_workers));
+}
+
+absl::StatusOr<std::optional<int>> Membership::RankOf(const std::string& name, Deadline deadline) {
+  const std::string key = NameKey(name);
+  DG_ASSIGN_OR_RETURN(const Store::Value rank, TryGet(*store_, key, deadline));
+  if (!rank.has_value()) return std::nullopt;
+  return ParseNumber(key, *rank);
+}
+
+// Whoever knows which claim was the first says so: all say the same.
+absl::StatusOr<std::optional<int>> Membership::ClaimName(const std::string& name, int rank,
+                                                         Deadline deadline) {
+  const std::string key = ClaimedKey(name);
+  const int64_t claim = kOneClaim + rank;
+  DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(key, claim, deadline));
+  const int64_t before = claims - claim;
+  if (before / kOneClaim > 1) return std::nullopt;
+  const int64_t first = before == 0 ? rank : before - kOneClaim;
+  if (first < world_size_ || first >= kMaxRanks) return Malformed(key);
+  DG_RETURN_IF_ERROR(store_->Set(NameKey(name), absl::StrCat(first), deadline));
+  return static_cast<int>(first);
+}
+
+absl::StatusOr<WorkerInfo> Membership::ClaimIncarnation(int rank, Deadline deadline) {
+  // No counter is believed that leads to somebody else.
+  DG_ASSIGN_OR_RETURN(const Store::Value entry, TryGet(*store_, EntryKey(rank), deadline));
+  if (entry.has_value()) {
+    DG_ASSIGN_OR_RETURN(const WorkerInfo before,
+                        DecodeWorkerInfo(*entry, static_cast<WorkerRank>(rank)));
+    if (before.name != NameAt(rank)) return RankIsTaken(NameAt(rank), rank);
   }
-  late_ = true;
-  WorkerInfo self;
-  self.rank = static_cast<WorkerRank>(rank);
-  self.name = options_.name.empty() ? absl::StrCat("worker", rank) : options_.name;
-  DG_RETURN_IF_ERROR(store_->Set(NameKey(self.name), absl::StrCat(rank), deadline));
-  DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(self.rank), 1, deadline));
-  self.incarnation = MakeIncarnation(count);
-  return self;
+  DG_ASSIGN_OR_RETURN(const int64_t count, store_->Add(IncarnationsKey(rank), 1, deadline));
+  return NextIncarnation(static_cast<WorkerRank>(rank), count);
 }
 
 absl::StatusOr<WorkerInfo> Membership::NextIncarnation(WorkerRank rank, int64_t count) {
   late_ = true;
   WorkerInfo self;
   self.rank = rank;
-  self.name = options_.name.empty() ? absl::StrCat("worker", rank) : options_.name;
+  self.name = NameAt(rank);
   self.incarnation = MakeIncarnation(count);
   return self;
 }
@@ -350,7 +402,6 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::GatherEntries(Deadline deadl
 
 absl::StatusOr<std::vector<WorkerInfo>> Membership::EnterAtStart(Deadline deadline) {
   const absl::Duration patience = Patience(deadline);
-  DG_RETURN_IF_ERROR(store_->Add(ClaimsKey(self_.name), 1, deadline).status());
   DG_RETURN_IF_ERROR(store_->Set(NameKey(self_.name), absl::StrCat(self_.rank), deadline));
   DG_RETURN_IF_ERROR(Publish(deadline));
   DG_ASSIGN_OR_RETURN(std::vector<WorkerInfo> workers, GatherEntries(deadline));

@@ -13,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -36,9 +37,10 @@ namespace distgrad {
 
 // What a worker asks for when it joins.
 struct MembershipOptions {
-  std::string name = {};  // "": "worker<rank>"
-  int rank = 0;           // in the job's start
-  int world_size = 1;     // of the job's start
+  // "": "worker<rank>". Who joins without one gets the next rank whose name is free.
+  std::string name = {};
+  int rank = 0;        // in the job's start
+  int world_size = 1;  // of the job's start
   // Whether it comes to a job that has started, under a name of its own: the store gives the rank,
   // and neither `rank` nor `world_size` is read.
   bool join = false;
@@ -66,8 +68,9 @@ class Membership {
   // again, by a new incarnation, if its worker had that name and the job has started.
   //
   // kInvalidArgument for options that make no sense; kAlreadyExists, on every worker, when two
-  // claim one rank before the job has started; kResourceExhausted beyond `max_workers`;
-  // kDeadlineExceeded if the job that is to be joined has not started.
+  // claim one rank before the job has started, and for a name that is taken or, for one that joins,
+  // of no use any more; kResourceExhausted beyond `max_workers`; kDeadlineExceeded if the job that
+  // is to be joined has not started.
   absl::StatusOr<WorkerInfo> Claim(Deadline deadline);
 
   // Publishes `self`, which is what Claim() gave with an address. At the job's start this waits
@@ -166,8 +169,20 @@ class Membership {
  private:
   absl::Status CheckOptions() const;
   absl::Status CheckOpen() const;
+  // This worker's name, with that rank.
+  std::string NameAt(int rank) const;
   absl::StatusOr<WorkerInfo> ClaimRank(Deadline deadline);
   absl::StatusOr<WorkerInfo> ClaimByName(Deadline deadline);
+  // Returns a rank that nobody has had.
+  absl::StatusOr<int> NextRank(Deadline deadline);
+  // Returns the rank of a name; nullopt if nobody has said it.
+  absl::StatusOr<std::optional<int>> RankOf(const std::string& name, Deadline deadline);
+  // Claims a name, and says which rank it has: `rank`, if nobody has claimed it before. nullopt
+  // where one of several others says so.
+  absl::StatusOr<std::optional<int>> ClaimName(const std::string& name, int rank,
+                                               Deadline deadline);
+  // Claims a rank that this worker's name has. kAlreadyExists if it is that of another one.
+  absl::StatusOr<WorkerInfo> ClaimIncarnation(int rank, Deadline deadline);
   absl::StatusOr<WorkerInfo> NextIncarnation(WorkerRank rank, int64_t count);
   absl::StatusOr<std::vector<WorkerInfo>> EnterAtStart(Deadline deadline);
   absl::StatusOr<std::vector<WorkerInfo>> EnterLate(Deadline deadline);

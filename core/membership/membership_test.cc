@@ -1,9 +1,11 @@
 // Starting, joining, leaving and losing workers, and barriers among those that remain.
 #include "core/membership/membership.h"
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <new>
 #include <optional>
@@ -13,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -465,6 +468,198 @@ TEST_F(RunningJobTest, WorkersJoinAndLeave) {
   EXPECT_EQ(Present(), (Names{"worker0", "late", "worker2"}));
 }
 
+// Nobody takes the name of another, whichever of the two has said it.
+TEST_F(RunningJobTest, WhoJoinsWithoutANameTakesNoneThatIsTaken) {
+  ASSERT_TRUE(Come({.name = "worker1", .rank = 0, .world_size = 1}).ok());
+  const auto past_the_start = Come({.join = true});
+  ASSERT_TRUE(past_the_start.ok()) << past_the_start.status();
+  EXPECT_EQ(past_the_start->name, "worker2");
+  EXPECT_EQ(past_the_start->rank, 2);
+  ASSERT_TRUE(Come({.name = "worker4", .join = true}).ok());
+  const auto past_a_joiner = Come({.join = true});
+  ASSERT_TRUE(past_a_joiner.ok()) << past_a_joiner.status();
+  EXPECT_EQ(past_a_joiner->name, "worker5");
+  EXPECT_EQ(past_a_joiner->rank, 5);
+  EXPECT_EQ(Present(), (Names{"worker1", "worker2", "worker4", "worker5"}));
+}
+
+TEST_F(RunningJobTest, WhoJoinedWithoutANameComesBackUnderTheOneThatItGot) {
+  Start(1);
+  ASSERT_EQ(Come({.join = true})->name, "worker1");
+  const auto back = Come({.name = "worker1", .join = true});
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->rank, 1);
+  EXPECT_EQ(StartOf(back->incarnation), 2);
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
+}
+
+// Is gone from the nth change on, which is still made or is not.
+class StoreOfWhoDies : public ForwardingStore {
+ public:
+  StoreOfWhoDies(std::shared_ptr<Store> store, int changes, bool makes_last)
+      : ForwardingStore(std::move(store)), left_(changes), makes_last_(makes_last) {}
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    return Change<absl::Status>([&] { return ForwardingStore::Set(key, value, deadline); });
+  }
+  absl::StatusOr<int64_t> Add(const std::string& key, int64_t amount, Deadline deadline) override {
+    return Change<absl::StatusOr<int64_t>>(
+        [&] { return ForwardingStore::Add(key, amount, deadline); });
+  }
+  absl::StatusOr<std::vector<Value>> GetEach(Keys keys, Deadline deadline) override {
+    if (left_ <= 0) return Gone();
+    return ForwardingStore::GetEach(keys, deadline);
+  }
+  bool is_gone() const { return left_ <= 0; }
+
+ private:
+  static absl::Status Gone() { return absl::UnavailableError("this process is dead"); }
+  template <typename Result>
+  Result Change(absl::FunctionRef<Result()> change) {
+    if (left_ <= 0 || --left_ > 0) return left_ > 0 ? change() : Result(Gone());
+    if (makes_last_) change().IgnoreError();
+    return Gone();
+  }
+
+  int left_;
+  const bool makes_last_;
+};
+
+// Its name is of use to the next one, wherever it dies, and is that of one member.
+TEST_F(RunningJobTest, WhoDiesAsItJoinsTakesNoNameAlong) {
+  Start(1);
+  Names present{"worker0"};
+  for (const bool makes_last : {false, true}) {
+    bool has_died = true;
+    for (int changes = 1; has_died; ++changes) {
+      const std::string name = absl::StrCat("late", changes, makes_last);
+      const auto dying = std::make_shared<StoreOfWhoDies>(store_, changes, makes_last);
+      Membership late(dying, {.name = name, .join = true});
+      const absl::Status came = Come(late, "inproc://dead").status();
+      has_died = dying->is_gone();
+      ASSERT_EQ(came.ok(), !has_died) << came;
+      const auto back = Come({.name = name, .join = true});
+      ASSERT_TRUE(back.ok()) << name << ": " << back.status();
+      EXPECT_EQ(members_[0]->Find(name, Later())->address, "inproc://new");
+      present.push_back(name);
+      Names now = Present();
+      std::sort(now.begin(), now.end());
+      std::sort(present.begin(), present.end());
+      EXPECT_EQ(now, present);
+    }
+  }
+  AllWait(1);
+}
+
+thread_local bool is_held = false;
+thread_local bool is_held_at_set = false;
+
+// Keeps a thread that waits for a change, or sets a key, until it may go on. Thread-safe.
+class HoldingStore : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
+                                                 Deadline deadline) override {
+    if (std::exchange(is_held, false)) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return ForwardingStore::AwaitChange(keys, seen, deadline);
+  }
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (std::exchange(is_held_at_set, false)) {
+      held.Notify();
+      go_on.WaitForNotification();
+    }
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+  absl::Notification held, go_on;
+};
+
+// The second is told the rank though the first has not said it yet.
+TEST_F(RunningJobTest, OfTwoThatJoinUnderOneNameBothHaveItsRank) {
+  Start(1);
+  const auto holding = std::make_shared<HoldingStore>(store_);
+  Membership first(holding, {.name = "late", .join = true});
+  std::thread joining([&] {
+    is_held_at_set = true;
+    const auto slow = Come(first, "inproc://slow");
+    ASSERT_TRUE(slow.ok()) << slow.status();
+    EXPECT_EQ(slow->rank, 1);
+    EXPECT_EQ(StartOf(slow->incarnation), 2);
+  });
+  holding->held.WaitForNotification();
+  const auto second = Come({.name = "late", .join = true});
+  holding->go_on.Notify();
+  joining.join();
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ(second->rank, 1);
+  EXPECT_EQ(StartOf(second->incarnation), 1);
+  EXPECT_EQ(members_[0]->Find("late", Later())->address, "inproc://slow");
+  EXPECT_EQ(Present(), (Names{"worker0", "late"}));
+}
+
+// With both of them its name is gone, for nobody else could tell whose rank it has; a worker
+// without a name takes another one.
+TEST_F(RunningJobTest, WhereTwoHaveDiedAsTheyJoinedUnderOneNameTheErrorSaysSo) {
+  Start(1);
+  const auto kill = [&](const std::string& name) {
+    ASSERT_TRUE(store_->Add("claimed/" + name, (int64_t{1} << 32) + 1, Later()).ok());
+    ASSERT_TRUE(store_->Add("claimed/" + name, (int64_t{1} << 32) + 2, Later()).ok());
+  };
+  kill("late");
+  kill("worker2");
+  Membership third(store_, {.name = "late", .join = true});
+  EXPECT_EQ(third.Claim(Soon()).status(),
+            absl::AlreadyExistsError("worker 'late' cannot join: several workers have asked for "
+                                     "this name at once, and the first of them are late, or have "
+                                     "ended; if it stays so, take another name"));
+  EXPECT_EQ(Come({.join = true})->name, "worker3");
+}
+
+// Counters are not signed.
+TEST_F(RunningJobTest, ACounterGivesNobodyTheRankOfAnother) {
+  Start(2);
+  ASSERT_EQ(Come({.name = "other", .join = true})->rank, 2);
+  for (const int64_t claimed : {int64_t{-1}, int64_t{7}, int64_t{1} << 32, (int64_t{1} << 32) + 1,
+                                (int64_t{1} << 32) + 2, (int64_t{1} << 32) + 70000}) {
+    const std::string name = absl::StrCat("late", claimed);
+    ASSERT_TRUE(store_->Add("claimed/" + name, claimed, Later()).ok());
+    EXPECT_FALSE(Come({.name = name, .join = true}).ok()) << claimed;
+  }
+  // That gives the next one the rank that "other" has.
+  const int64_t joiners = store_->Add("joiners", 0, Later()).value();
+  ASSERT_TRUE(store_->Add("joiners", -joiners, Later()).ok());
+  EXPECT_FALSE(Come({.name = "early", .join = true}).ok());
+  ASSERT_TRUE(store_->Add("joiners", joiners, Later()).ok());
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1", "other"}));
+  EXPECT_EQ(StartOf(members_[0]->Find("other", Later())->incarnation), 1);
+}
+
+// Of a crowd, too, some of whom ask for the names that others get by their ranks.
+TEST_F(RunningJobTest, WhoeverJoinsAtOnceNoTwoRanksHaveOneName) {
+  constexpr int kCrowd = 24;
+  Start(1);
+  std::vector<std::thread> threads;
+  std::vector<absl::StatusOr<WorkerInfo>> claimed(kCrowd, absl::UnknownError("not run"));
+  for (int i = 0; i < kCrowd; ++i) {
+    threads.emplace_back([&, i] {
+      const std::string names[] = {"", "late", absl::StrCat("worker", 1 + i / 3)};
+      Membership late(store_, {.name = names[i % 3], .join = true});
+      claimed[i] = late.Claim(Later());
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::map<std::string, int> ranks;
+  std::map<int, std::string> names;
+  for (const auto& self : claimed) {
+    ASSERT_TRUE(self.ok()) << self.status();
+    EXPECT_EQ(ranks.emplace(self->name, self->rank).first->second, self->rank) << self->name;
+    EXPECT_EQ(names.emplace(self->rank, self->name).first->second, self->name) << self->rank;
+  }
+  EXPECT_EQ(ranks.size(), names.size());
+}
+
 TEST_F(RunningJobTest, NoMoreThanTheLimitJoin) {
   Start(1);
   ASSERT_TRUE(Come({.name = "second", .join = true, .max_workers = 2}).ok());
@@ -532,32 +727,6 @@ TEST_F(RunningJobTest, ABarrierThatFailsIsNotUsedUp) {
   EXPECT_TRUE(members_[0]->Barrier(Later()).ok());
   AllWait(1);
 }
-
-thread_local bool is_held = false;
-thread_local bool is_held_at_set = false;
-
-// Keeps a thread that waits for a change, or sets a key, until it may go on. Thread-safe.
-class HoldingStore : public ForwardingStore {
- public:
-  using ForwardingStore::ForwardingStore;
-  absl::StatusOr<std::vector<Value>> AwaitChange(Keys keys, absl::Span<const Value> seen,
-                                                 Deadline deadline) override {
-    if (std::exchange(is_held, false)) {
-      held.Notify();
-      go_on.WaitForNotification();
-    }
-    return ForwardingStore::AwaitChange(keys, seen, deadline);
-  }
-  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
-    if (std::exchange(is_held_at_set, false)) {
-      held.Notify();
-      go_on.WaitForNotification();
-    }
-    return ForwardingStore::Set(key, value, deadline);
-  }
-
-  absl::Notification held, go_on;
-};
 
 // Of two threads in one barrier the slower one does not set the worker back.
 TEST_F(RunningJobTest, CallsAtTheSameTimeAreOneBarrier) {

@@ -797,7 +797,7 @@ bool Job::ExplainsKey(absl::string_view key) {
   if (kind == "at") {
     return words.size() == 2 && has_number && number < plan_.workers && barriers_[number].come > 0;
   }
-  return (kind == "name" || kind == "claims") && words.size() == 2 &&
+  return (kind == "name" || kind == "claimed") && words.size() == 2 &&
          members_.count(std::string(words[1])) > 0;
 }
 
