@@ -1,7 +1,8 @@
 // Numbers the starts of a job in its store, and gives each keys of its own.
 #include "core/membership/start.h"
 
-#include <set>
+#include <cstddef>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -55,14 +56,21 @@ class ListedStore : public PrefixStore {
     std::string list;
     {
       absl::MutexLock lock(&mu_);
-      if (!keys_.insert(key).second) return absl::OkStatus();
-      absl::StrAppend(&list_, "\n", key);
+      auto its = ends_.find(key);
+      if (its == ends_.end()) {
+        absl::StrAppend(&list_, "\n", key);
+        its = ends_.emplace(key, list_.size()).first;
+      }
+      if (its->second <= listed_) return absl::OkStatus();
       list = list_;
     }
     for (;;) {
-      DG_RETURN_IF_ERROR(store_->Set(name_, list, deadline));
-      // Another thread may have listed more, and must not find its list taken back.
+      const absl::Status status = store_->Set(name_, list, deadline);
       absl::MutexLock lock(&mu_);
+      // One that fails may have been written, in place of a longer one.
+      listed_ = status.ok() ? list.size() : 0;
+      DG_RETURN_IF_ERROR(status);
+      // Another thread may have listed more, and must not find its list taken back.
       if (list == list_) return absl::OkStatus();
       list = list_;
     }
@@ -72,8 +80,9 @@ class ListedStore : public PrefixStore {
   const std::string name_;  // the key of the list
 
   absl::Mutex mu_;
-  std::set<std::string> keys_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, size_t> ends_ ABSL_GUARDED_BY(mu_);  // of the keys, in the list
   std::string list_ ABSL_GUARDED_BY(mu_);
+  size_t listed_ ABSL_GUARDED_BY(mu_) = 0;  // how much of it the store has
 };
 
 // What a worker has listed in a start before `number`; nothing of what is no list.

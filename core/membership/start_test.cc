@@ -1,10 +1,12 @@
 // The numbers of starts that share a store, also after starts that failed halfway.
 #include "core/membership/start.h"
 
+#include <functional>
 #include <memory>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -12,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
+#include "tests/testing/forwarding_store.h"
 #include "tests/testing/key_watch.h"
 
 namespace distgrad {
@@ -116,6 +119,55 @@ TEST(ListedStoreOfThisStartTest, StartsThatFailedLeaveNothing) {
     EXPECT_FALSE(ListedStoreOfThisStart(store, 1, 3, absl::InfinitePast()).ok());
   }
   EXPECT_EQ(StartListed(store, 3).size(), first.size());
+}
+
+// Fails each write of a list for as long as it is told to; and calls `at_list` before one.
+class FailingLists : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::Status Set(const std::string& key, const std::string& value, Deadline deadline) override {
+    if (absl::StartsWith(key, "start/keys/")) {
+      if (fails) return absl::ResourceExhaustedError("the store is full");
+      if (at_list != nullptr) std::exchange(at_list, nullptr)();
+    }
+    return ForwardingStore::Set(key, value, deadline);
+  }
+
+  bool fails = false;
+  std::function<void()> at_list;
+};
+
+// A key is set once the list has it, however often that was tried before.
+TEST(ListedStoreOfThisStartTest, WhatCouldNotBeListedIsListedByTheNextAttempt) {
+  const auto store = std::make_shared<KeyWatch>(NewInProcessStore());
+  const auto failing = std::make_shared<FailingLists>(store);
+  const auto part = ListedStoreOfThisStart(failing, 0, 1, Later());
+  ASSERT_TRUE(part.ok()) << part.status();
+  failing->fails = true;
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(absl::IsResourceExhausted((*part)->Set("first", "", Later())));
+    EXPECT_TRUE(absl::IsResourceExhausted((*part)->Add("second", 1, Later()).status()));
+  }
+  failing->fails = false;
+  EXPECT_EQ((*part)->Set("first", "", Later()), absl::OkStatus());
+  EXPECT_EQ((*part)->Add("second", 1, Later()).value_or(0), 1);
+  EXPECT_EQ(store->keys().count("1/first") + store->keys().count("1/second"), 2);
+  ASSERT_TRUE(ListedStoreOfThisStart(store, 0, 1, Later()).ok());
+  EXPECT_EQ(store->keys().count("1/first") + store->keys().count("1/second"), 0);
+}
+
+// Nor does a thread go on whose key another one is about to list.
+TEST(ListedStoreOfThisStartTest, OfTwoThreadsNoneSetsAKeyBeforeItIsListed) {
+  const auto store = std::make_shared<KeyWatch>(NewInProcessStore());
+  const auto failing = std::make_shared<FailingLists>(store);
+  const auto part = ListedStoreOfThisStart(failing, 0, 1, Later());
+  ASSERT_TRUE(part.ok()) << part.status();
+  failing->at_list = [&] {
+    std::thread([&] { EXPECT_TRUE((*part)->Set("key", "", Later()).ok()); }).join();
+    const std::string list = store->Get("start/keys/0", absl::InfinitePast()).value_or("");
+    EXPECT_EQ(list, "1\nkey");
+  };
+  EXPECT_EQ((*part)->Set("key", "", Later()), absl::OkStatus());
 }
 
 // A list says what is deleted: of a former start alone, whatever stands there.
