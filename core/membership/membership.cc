@@ -358,6 +358,12 @@ absl::StatusOr<std::vector<WorkerInfo>> Membership::Enter(const WorkerInfo& self
     return absl::InvalidArgumentError(absl::StrCat("the address of worker '", self_.name,
                                                    "' is longer than ", kMaxWorkerText, " bytes"));
   }
+  // The others could not read it, and would fail whenever they read all.
+  if (self_.devices.size() > kMaxWorkerDevices) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the device maps of worker '", self_.name, "' take ", self_.devices.size(),
+        " bytes, and at most ", kMaxWorkerDevices, " fit: give it fewer, or shorter names"));
+  }
   if (!late_) return EnterAtStart(deadline);
   absl::StatusOr<std::vector<WorkerInfo>> all = EnterLate(deadline);
   // The others would wait for one that is not there.

@@ -77,7 +77,7 @@ class Membership {
   // for all its workers. Returns the members, this one among them, by rank.
   //
   // kDeadlineExceeded names the ranks that did not come; kAlreadyExists, on every worker, when
-  // two have one name.
+  // two have one name; kInvalidArgument for an address or devices that no entry has room for.
   absl::StatusOr<std::vector<WorkerInfo>> Enter(const WorkerInfo& self, Deadline deadline);
 
   // Return a worker as the store has it now, whether it has left or not. kNotFound if it was never

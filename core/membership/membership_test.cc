@@ -808,6 +808,29 @@ TEST_F(RunningJobTest, AJoinerThatFailsIsNoMember) {
   AllWait(1);
 }
 
+// What the others could not read would end all barriers of the job.
+TEST_F(RunningJobTest, AnEntryThatIsTooLongIsNotWritten) {
+  Start(2);
+  for (const size_t size : {kMaxWorkerDevices + 1, size_t{70000}}) {
+    Membership late(store_, {.name = "late", .join = true});
+    absl::StatusOr<WorkerInfo> self = late.Claim(Later());
+    ASSERT_TRUE(self.ok()) << self.status();
+    self->devices = std::string(size, 'x');
+    EXPECT_EQ(late.Enter(*self, Later()).status(),
+              absl::InvalidArgumentError(
+                  absl::StrCat("the device maps of worker 'late' take ", size,
+                               " bytes, and at most 60000 fit: give it fewer, or shorter names")));
+    EXPECT_EQ(Present(), (Names{"worker0", "worker1"}));
+    AllWait(1);
+  }
+  Membership late(store_, {.name = "late", .join = true});
+  absl::StatusOr<WorkerInfo> self = late.Claim(Later());
+  ASSERT_TRUE(self.ok()) << self.status();
+  self->devices = std::string(kMaxWorkerDevices, 'x');
+  EXPECT_EQ(late.Enter(*self, Later()).status(), absl::OkStatus());
+  EXPECT_EQ(Present(), (Names{"worker0", "worker1", "late"}));
+}
+
 TEST_F(RunningJobTest, SeveralAreFoundAtOnce) {
   Start(3);
   using Who = Membership::Who;

@@ -92,6 +92,11 @@ absl::StatusOr<std::string> DeviceMaps::Encode(const Wanted& wanted) {
   }
   writer.U16(static_cast<uint16_t>(wanted.size()));
   for (const auto& [peer, pairs] : wanted) {
+    if (peer.size() > kMaxWorkerText) {
+      return absl::InvalidArgumentError(absl::StrCat("a device map with a worker whose name has ",
+                                                     peer.size(), " bytes; a name has ",
+                                                     kMaxWorkerText, " at most"));
+    }
     const absl::StatusOr<DeviceMap> map = DeviceMap::Of(pairs);
     DG_RETURN_IF_ERROR(
         Annotate(map.status(), absl::StrCat("the device map with worker '", peer, "'")));

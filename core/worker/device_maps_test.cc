@@ -33,5 +33,15 @@ TEST(DeviceMapsTest, AWorkerThatComesAgainIsLookedAtAgain) {
   EXPECT_NE(maps.With(peer)->get(), map->get());
 }
 
+// No worker has it, and no entry room for it.
+TEST(DeviceMapsTest, ANameThatIsTooLongIsAnError) {
+  const DevicePairs pairs{{c10::Device("cuda:0"), c10::Device("cuda:1")}};
+  const absl::Status status = DeviceMaps::Encode({{std::string(70000, 'x'), pairs}}).status();
+  EXPECT_EQ(status,
+            absl::InvalidArgumentError("a device map with a worker whose name has 70000 bytes; a "
+                                       "name has 1024 at most"));
+  EXPECT_TRUE(DeviceMaps::Encode({{std::string(1024, 'x'), pairs}}).ok());
+}
+
 }  // namespace
 }  // namespace distgrad
