@@ -14,7 +14,8 @@
 namespace distgrad {
 namespace {
 
-// The longest that a new question waits for those before it when the store is silent.
+// How long the questions before a new one wait for a store that is silent; one that is served over
+// TCP has five seconds all the same.
 constexpr absl::Duration kRound = absl::Seconds(1);
 
 // Made before main(), for later there may be no memory for them.

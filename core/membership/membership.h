@@ -161,8 +161,8 @@ class Membership {
   // Returns whether all have finished: a member that is gone now has ended in good order.
   bool finished() const { return finished_; }
 
-  // Ends barriers that wait here, and later ones, with kCancelled within a second. Waits for
-  // nothing.
+  // Ends barriers that wait here, and later ones, with kCancelled within a second, or some seconds
+  // where the store is silent. Waits for nothing.
   void Close() { closed_ = true; }
   bool closed() const { return closed_; }
 

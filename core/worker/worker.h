@@ -65,8 +65,8 @@ class Worker {
   Worker& operator=(const Worker&) = delete;
 
   // Fails what is in flight, and what is begun from now on, with kCancelled, so that no thread
-  // waits in this worker any more (in a barrier, after a second). Does not wait itself. The others
-  // find this worker gone.
+  // waits in this worker any more (in a barrier, after a second; some seconds where the job's store
+  // is silent). Does not wait itself. The others find this worker gone.
   void Abort();
   // Calls Abort(), and waits until nothing of the user's runs on this worker's threads any more:
   // handlers, the callback for members, functions and hooks of a backward pass. After that the

@@ -709,10 +709,10 @@ DG_API DG_MUST_USE dg_error* dg_worker_leave(dg_worker* worker, int64_t timeout_
 
 /* Ends the worker, but keeps its handle. Fails what is in flight with DG_CANCELLED, also for other
  * threads that wait in this worker (in dg_worker_barrier, dg_worker_shutdown and dg_worker_serve
- * after a second); waits until running handlers and callbacks have returned; and stops all
- * threads. From then on functions of the worker give DG_FAILED_PRECONDITION; handles of its
- * contexts, futures and optimizers stay valid, and give errors. Idempotent. Waits, at most
- * timeout_ms (0: not at all).
+ * after a second, or some seconds where the job's store is silent); waits until running handlers
+ * and callbacks have returned; and stops all threads. From then on functions of the worker give
+ * DG_FAILED_PRECONDITION; handles of its contexts, futures and optimizers stay valid, and give
+ * errors. Idempotent. Waits, at most timeout_ms (0: not at all).
  *
  * DG_DEADLINE_EXCEEDED says what still runs: that goes on, and the worker stays, without new
  * work; call this again, or dg_worker_destroy, which then does not wait. DG_FAILED_PRECONDITION
