@@ -40,6 +40,9 @@ constexpr Launcher kPmi = {"PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MP
 constexpr Launcher kPmix = {"PMIx", "PMIX_RANK", nullptr, nullptr, nullptr};
 constexpr Launcher kKubernetes = {"Kubernetes", "PET_NODE_RANK", "PET_NNODES", nullptr, nullptr};
 
+// Whether torchrun's agent serves the store at MASTER_ADDR.
+constexpr char kAgentStore[] = "TORCHELASTIC_USE_AGENT_STORE";
+
 bool IsSlurm(const Launcher& launcher) { return &launcher == &kSlurm || &launcher == &kSlurmStep; }
 
 // "RANK=\"8\""
@@ -75,9 +78,23 @@ class Finder {
       if (given.rank >= 0) place_.rendezvous.rank = given.rank;
       if (given.world_size >= 0) place_.rendezvous.world_size = given.world_size;
     }
-    DG_RETURN_IF_ERROR(FindRank(url));
-    if (launcher_ == &kTorch) place_.run = Get("TORCHELASTIC_RUN_ID").value_or("");
+    if (options_.join) {
+      place_.rank = 1;
+      place_.world_size = 2;
+    } else {
+      DG_RETURN_IF_ERROR(FindRank(url));
+    }
     if (!options_.has_store) DG_RETURN_IF_ERROR(FindRendezvous());
+    // In torchrun's own store the starts meet, whoever says the rank.
+    if (launcher_ == &kTorch || place_.launcher_serves) {
+      place_.run = Get("TORCHELASTIC_RUN_ID").value_or("");
+    }
+    if (options_.join && !place_.run.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "this worker is to join a job, and ", Shown(kAgentStore, *Get(kAgentStore)),
+          ": nobody joins one in torchrun's store, where each start has keys of its own; have "
+          "torchrun start this worker, without the option join"));
+    }
     if (options_.rank < 0) place_.name = Get("DISTGRAD_NAME").value_or("");
     return std::move(place_);
   }
@@ -145,6 +162,9 @@ class Finder {
       } else {
         DG_RETURN_IF_ERROR(NobodySays(url));
       }
+    } else if (const Launcher* launcher = FindLauncher();
+               launcher != nullptr && SaysThisPlace(*launcher)) {
+      DG_RETURN_IF_ERROR(ReadLocalRank(*launcher, place_.world_size));
     }
     if (place_.world_size >= 1 && place_.world_size <= kMaxWorldSize &&
         place_.rank < place_.world_size) {
@@ -152,6 +172,12 @@ class Finder {
     }
     return absl::InvalidArgumentError(absl::StrCat("there is no worker of rank ", place_.rank,
                                                    " in a job of ", place_.world_size));
+  }
+
+  // Whether the launcher says the same as options and URL do: a program may have read it itself.
+  bool SaysThisPlace(const Launcher& launcher) const {
+    return launcher.world_size != nullptr && Get(launcher.rank) == absl::StrCat(place_.rank) &&
+           Get(launcher.world_size) == absl::StrCat(place_.world_size);
   }
 
   absl::Status Merge(const char* what, int option, int in_url, const std::string& url, int* to) {
@@ -254,10 +280,10 @@ class Finder {
     if (place_.rendezvous.kind != Kind::kEnvironment) return absl::OkStatus();
     DG_ASSIGN_OR_RETURN(bool found, TakeAddress("MASTER_ADDR", "MASTER_PORT"));
     // torchrun writes "True" and "False".
-    if (const auto agent = Get("TORCHELASTIC_USE_AGENT_STORE"); found && agent.has_value()) {
+    if (const auto agent = Get(kAgentStore); found && agent.has_value()) {
       if (!absl::SimpleAtob(*agent, &place_.launcher_serves)) {
         return absl::InvalidArgumentError(
-            absl::StrCat(Shown("TORCHELASTIC_USE_AGENT_STORE", *agent), " must be True or False"));
+            absl::StrCat(Shown(kAgentStore, *agent), " must be True or False"));
       }
       if (place_.launcher_serves) place_.serves_store = false;
     }
@@ -269,9 +295,14 @@ class Finder {
     }
     if (!found && launcher_ == &kOpenMpi) found = TakeMpiAddress();
     if (found || place_.world_size == 1) return absl::OkStatus();
+    const std::string who =
+        options_.join
+            ? "this worker is to join a job"
+            : absl::StrCat(
+                  launcher_ == nullptr ? "options say" : absl::StrCat(launcher_->name, " says"),
+                  " that this is worker ", place_.rank, " of ", place_.world_size);
     return absl::FailedPreconditionError(
-        absl::StrCat(launcher_ == nullptr ? "options say" : absl::StrCat(launcher_->name, " says"),
-                     " that this is worker ", place_.rank, " of ", place_.world_size,
+        absl::StrCat(who,
                      ", but no rendezvous is set: set MASTER_ADDR and MASTER_PORT, or "
                      "DISTGRAD_RENDEZVOUS=tcp://host:port"));
   }

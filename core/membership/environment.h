@@ -24,9 +24,12 @@ struct PlaceOptions {
   int world_size = -1;  // -1: not said
   std::string rendezvous = "env://";
   bool has_store = false;  // then `rendezvous` says nothing
+  // A job that runs, as one more worker: it has no rank of the start, whoever says one.
+  bool join = false;
 };
 
 struct Place {
+  // One that joins is 1 of 2: neither the one that serves the store, nor alone.
   int rank = 0;
   int world_size = 1;
   // The rank among the workers of its machine, and their number; 0 and 0 where nothing says so.

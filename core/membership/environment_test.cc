@@ -115,6 +115,39 @@ TEST(FindPlaceTest, Torchrun) {
   // A store of our own is ours to serve, but a start is a start.
   EXPECT_EQ(Summary(Find(With(first, {{"DISTGRAD_RENDEZVOUS", "tcp://a:1"}}))),
             "0/8 0/2 tcp://a:1 server run run");
+  // A program that reads the rank itself is started anew in the same store all the same.
+  EXPECT_EQ(Summary(Find(kTorchrun, {.rank = 3, .world_size = 8})),
+            "3/8 1/2 tcp://node0:29500 client run run");
+  EXPECT_EQ(Summary(Find(kTorchrun, {.rendezvous = "env://?rank=2&world_size=4"})),
+            "2/4 0/0 tcp://node0:29500 client run run");
+  EXPECT_EQ(Summary(Find(With(kTorchrun, {{"DISTGRAD_RANK", "1"}, {"DISTGRAD_WORLD_SIZE", "2"}}))),
+            "1/2 0/0 tcp://node0:29500 client run run");
+  // But such a job in a store of its own may be of other processes, too.
+  EXPECT_EQ(
+      Summary(Find(kTorchrun, {.rank = 3, .world_size = 8, .rendezvous = "file:///tmp/meet"})),
+      "3/8 1/2 file:///tmp/meet");
+}
+
+// It has no place of the start, whoever says one.
+TEST(FindPlaceTest, WhoJoinsLater) {
+  const std::string meet = "tcp://node0:29500?rank=0&world_size=4";
+  EXPECT_EQ(Summary(Find({}, {.rendezvous = meet, .join = true})),
+            "1/2 0/0 tcp://node0:29500 client");
+  EXPECT_EQ(Summary(Find({{"DISTGRAD_RENDEZVOUS", meet}}, {.join = true})),
+            "1/2 0/0 tcp://node0:29500 client");
+  EXPECT_EQ(Summary(Find(kPlain, {.rank = 7, .join = true})), "1/2 0/0 tcp://node0:29500 client");
+  EXPECT_EQ(Summary(Find({}, {.has_store = true, .join = true})), "1/2 0/0");
+  EXPECT_EQ(Summary(Find({}, {.join = true})),
+            "FAILED_PRECONDITION: this worker is to join a job, but no rendezvous is set: set "
+            "MASTER_ADDR and MASTER_PORT, or DISTGRAD_RENDEZVOUS=tcp://host:port");
+  // It could not know which start it is.
+  EXPECT_EQ(Summary(Find(kTorchrun, {.join = true})),
+            "FAILED_PRECONDITION: this worker is to join a job, and "
+            "TORCHELASTIC_USE_AGENT_STORE=\"True\": nobody joins one in torchrun's store, where "
+            "each start has keys of its own; have torchrun start this worker, without the option "
+            "join");
+  EXPECT_EQ(Summary(Find(With(kTorchrun, {{"DISTGRAD_RENDEZVOUS", meet}}), {.join = true})),
+            "1/2 0/0 tcp://node0:29500 client");
 }
 
 TEST(FindPlaceTest, Slurm) {

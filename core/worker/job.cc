@@ -90,16 +90,15 @@ absl::StatusOr<Job> JoinJob(const WorkerOptions& options, Deadline deadline) {
   if (needs_host) {
     DG_ASSIGN_OR_RETURN(host, SaidHost(options.host));
   }
-  // A worker that joins later has no rank of the start; least of all the one that serves the store.
-  DG_ASSIGN_OR_RETURN(Rendezvous rendezvous,
-                      JoinRendezvous({.rendezvous = options.rendezvous,
-                                      .store = options.store,
-                                      .job = options.job,
-                                      .rank = options.join ? 1 : options.rank,
-                                      .world_size = options.join ? 2 : options.world_size,
-                                      .key_file = options.key_file,
-                                      .tls = options.tls},
-                                     deadline));
+  DG_ASSIGN_OR_RETURN(Rendezvous rendezvous, JoinRendezvous({.rendezvous = options.rendezvous,
+                                                             .store = options.store,
+                                                             .job = options.job,
+                                                             .join = options.join,
+                                                             .rank = options.rank,
+                                                             .world_size = options.world_size,
+                                                             .key_file = options.key_file,
+                                                             .tls = options.tls},
+                                                            deadline));
   const Place& place = rendezvous.place;
   Job job{.rank = place.rank,
           .world_size = place.world_size,

@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -1781,6 +1782,16 @@ TEST(MembersOptionsTest, OneWhoJoinsIsNamedByTheEnvironmentUnlessItsOptionsSayAN
   EXPECT_EQ(second->name(), "worker1");
   EXPECT_EQ(third->name(), "named");
   EXPECT_EQ(fourth->name(), "own");
+}
+
+TEST(MembersOptionsTest, OneWhoJoinsTakesTheUrlOfTheJob) {
+  const std::string url =
+      absl::StrCat("file://", testing::TempDir(), "/url_of_the_job_", getpid(), "?world_size=1");
+  const auto first = Worker::Create({.rendezvous = url, .rank = 0});
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto second = Worker::Create({.rendezvous = url, .join = true});
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ((*second)->rank(), 1);
 }
 
 TEST(MembersOptionsTest, WhatMakesNoSenseIsRefused) {

@@ -91,7 +91,8 @@ absl::StatusOr<Rendezvous> JoinRendezvous(const RendezvousOptions& options, Dead
   DG_ASSIGN_OR_RETURN(rendezvous.place, FindPlace({.rank = options.rank,
                                                    .world_size = options.world_size,
                                                    .rendezvous = options.rendezvous,
-                                                   .has_store = options.store != nullptr},
+                                                   .has_store = options.store != nullptr,
+                                                   .join = options.join},
                                                   &ProcessEnvironment));
   const Place& place = rendezvous.place;
   ReserveForPeers(place.world_size);

@@ -22,6 +22,7 @@ struct RendezvousOptions {
   std::string rendezvous = "env://";
   std::shared_ptr<Store> store = nullptr;
   std::string job = {};
+  bool join = false;
   int rank = -1;
   int world_size = -1;
   std::string key_file = {};

@@ -1,4 +1,6 @@
 // Many processes, started as launchers start them: each with nothing but its variables.
+#include <signal.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -13,11 +15,19 @@
 #include "tests/launchers/launched_worker.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/free_port.h"
+#include "torch/csrc/distributed/c10d/TCPStore.hpp"
 
 namespace distgrad {
 namespace {
 
 using Variables = std::map<std::string, std::string>;
+
+std::unique_ptr<ChildProcess> NewChild(const Variables& variables, const std::string& what) {
+  for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+  auto child = std::make_unique<ChildProcess>(std::vector<std::string>{what});
+  for (const auto& [name, value] : variables) unsetenv(name.c_str());
+  return child;
+}
 
 // Starts `workers` processes with the variables that `of` gives each; all must call all.
 void ExpectAllCallAll(int workers, const std::function<Variables(int rank)>& of,
@@ -25,10 +35,7 @@ void ExpectAllCallAll(int workers, const std::function<Variables(int rank)>& of,
   const absl::Time begin = absl::Now();
   std::vector<std::unique_ptr<ChildProcess>> children;
   for (int rank = 0; rank < workers; ++rank) {
-    const Variables variables = of(rank);
-    for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
-    children.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{"--worker"}));
-    for (const auto& [name, value] : variables) unsetenv(name.c_str());
+    children.push_back(NewChild(of(rank), "--worker"));
   }
   for (int rank = 0; rank < workers; ++rank) {
     EXPECT_EQ(children[rank]->ReadLine(),
@@ -80,6 +87,32 @@ TEST(CrowdTest, AsMpirunStartsThem) {
   ExpectAllCallAll(3, of);
 }
 
+// As torchrun does it, in its agent's store, whoever says the rank: the second start meets nothing
+// of the first, whose workers were killed in the midst of it.
+TEST(CrowdTest, StartedAgainInOneStoreWithARankOfTheirOwn) {
+  c10d::TCPStoreOptions options;
+  options.isServer = true;
+  options.port = 0;
+  options.waitWorkers = false;
+  const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const auto of = [&](int rank) {
+    return Variables{{"RANK", absl::StrCat(rank)},
+                     {"WORLD_SIZE", "2"},
+                     {"DISTGRAD_RANK", absl::StrCat(rank)},
+                     {"DISTGRAD_WORLD_SIZE", "2"},
+                     {"DISTGRAD_LOCAL_RANK", absl::StrCat(rank)},
+                     {"DISTGRAD_LOCAL_WORLD_SIZE", "2"},
+                     {"MASTER_ADDR", "127.0.0.1"},
+                     {"MASTER_PORT", absl::StrCat(agent->getPort())},
+                     {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                     {"TORCHELASTIC_RUN_ID", "crowd"}};
+  };
+  const auto one = NewChild(of(0), "--victim"), other = NewChild(of(1), "--victim");
+  EXPECT_NE(one->Wait(), 0);
+  EXPECT_NE(other->Wait(), 0);
+  ExpectAllCallAll(2, of);
+}
+
 // TensorPipe's own transport, for ours would take a Unix-domain socket here.
 TEST(CrowdTest, OverIpv6) {
   const int port = FreePort();
@@ -96,9 +129,12 @@ TEST(CrowdTest, OverIpv6) {
 }  // namespace distgrad
 
 int main(int argc, char** argv) {
-  if (argc == 2 && std::string(argv[1]) == "--worker") {
-    const absl::Status status =
-        distgrad::RunLaunchedWorker([](const distgrad::Worker&) { return absl::OkStatus(); });
+  const std::string what = argc == 2 ? argv[1] : "";
+  if (what == "--worker" || what == "--victim") {
+    const absl::Status status = distgrad::RunLaunchedWorker([&](const distgrad::Worker&) {
+      if (what == "--victim") raise(SIGKILL);
+      return absl::OkStatus();
+    });
     if (!status.ok()) std::fprintf(stderr, "%s\n", status.ToString().c_str());
     return status.ok() ? 0 : 1;
   }
