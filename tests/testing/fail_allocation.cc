@@ -1,31 +1,44 @@
 // Counts the allocations of a thread down to the one that fails.
 #include "tests/testing/fail_allocation.h"
 
+#include <unistd.h>
+
+#include <atomic>
 #include <cstddef>
 #include <cstdlib>
 #include <new>
-#include <utility>
 
 #include "gtest/gtest.h"
 
 namespace {
 
-thread_local int left = -1;  // before the one that fails
-thread_local int fail = 1;   // so many
-thread_local bool failed = false;
+struct Lack {
+  std::atomic<int> left{-1};  // before the one that fails
+  std::atomic<int> fail{1};   // so many
+  std::atomic<bool> failed{false};
+};
+
+thread_local Lack own;
+Lack of_other;
+std::atomic<pid_t> other{0};  // 0: none
+
+bool Fails() {
+  Lack& lack = other != 0 && other == gettid() ? of_other : own;
+  if (lack.left == 0) {
+    if (--lack.fail == 0) lack.left = -1;
+    lack.failed = true;
+    return true;
+  }
+  if (lack.left > 0) --lack.left;
+  return false;
+}
 
 }  // namespace
 
 // The forms with std::nothrow are here too: those of AddressSanitizer would not fit the delete
 // below.
 void* operator new(size_t size, const std::nothrow_t&) noexcept {
-  if (left == 0) {
-    if (--fail == 0) left = -1;
-    failed = true;
-    return nullptr;
-  }
-  if (left > 0) --left;
-  return std::malloc(size);
+  return Fails() ? nullptr : std::malloc(size);
 }
 void* operator new[](size_t size, const std::nothrow_t&) noexcept {
   return operator new(size, std::nothrow);
@@ -45,9 +58,17 @@ void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free
 namespace distgrad {
 
 bool FailAllocation(int nth, int count) {
-  left = nth;
-  fail = count;
-  return std::exchange(failed, false);
+  own.left = nth;
+  own.fail = count;
+  return own.failed.exchange(false);
+}
+
+bool FailAllocationOf(pid_t thread, int nth, int count) {
+  other = 0;
+  of_other.left = nth;
+  of_other.fail = count;
+  if (nth >= 0) other = thread;
+  return of_other.failed.exchange(false);
 }
 
 void FailEachAllocation(absl::FunctionRef<bool(absl::FunctionRef<void()> lack)> f) {

@@ -3,6 +3,8 @@
 #ifndef DISTGRAD_TESTS_TESTING_FAIL_ALLOCATION_H_
 #define DISTGRAD_TESTS_TESTING_FAIL_ALLOCATION_H_
 
+#include <sys/types.h>
+
 #include "absl/functional/function_ref.h"
 
 namespace distgrad {
@@ -11,6 +13,9 @@ namespace distgrad {
 // follow it if `count` is more than 1; none if `nth` is negative. Returns whether one has since the
 // last call.
 bool FailAllocation(int nth, int count = 1);
+
+// Does the same to another thread of this process, one at a time.
+bool FailAllocationOf(pid_t thread, int nth, int count = 1);
 
 // Calls `f` again and again, each time with a function from whose call on memory lacks on the
 // thread that calls it: so each allocation there is once the first one to fail, alone or with those

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <functional>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -25,10 +26,12 @@ namespace distgrad {
 namespace {
 
 constexpr size_t kReadBytes = 64 << 10;
+// Before another client is taken in, where there is nothing to take it in with.
+constexpr absl::Duration kAcceptPause = absl::Milliseconds(50);
 // Of answers that a peer does not read; until it does, it is not read from either.
 constexpr size_t kMaxUnread = 4 << 20;
-// What a key that is waited for costs beside its bytes, about.
-constexpr size_t kWaitBytes = 128;
+// What a value, a session and a key that is waited for cost beside their bytes, about.
+constexpr size_t kEntryBytes = 128;
 
 size_t MostUnauthenticated() {
   rlimit limit = {};
@@ -59,29 +62,23 @@ StoreServer::~StoreServer() {
 }
 
 void StoreServer::Run() {
-  std::vector<pollfd> entries;
   for (;;) {
-    entries.clear();
-    entries.push_back({wake_.fd(), POLLIN, 0});
+    entries_.clear();  // and keeps its memory
+    entries_.push_back({wake_.fd(), POLLIN, 0});
     const bool accepts = accept_again_.Passed();
-    entries.push_back({accepts ? listener_.fd() : -1, POLLIN, 0});
+    entries_.push_back({accepts ? listener_.fd() : -1, POLLIN, 0});
     for (const Peer& peer : peers_) {
       const bool reads = peer.unread() < kMaxUnread;
-      entries.push_back(
+      entries_.push_back(
           {peer.socket.fd(),
            static_cast<short>((reads ? POLLIN : 0) | (peer.unread() > 0 ? POLLOUT : 0)), 0});
     }
-    if (poll(entries.data(), entries.size(), Patience()) < 0) continue;
-    if (entries[0].revents != 0) return;
+    if (poll(entries_.data(), entries_.size(), Patience()) < 0) continue;
+    if (entries_[0].revents != 0) return;
     auto next = peers_.begin();
-    for (size_t at = 2; at < entries.size(); ++at) {
+    for (size_t at = 2; at < entries_.size(); ++at) {
       const auto peer = next++;
-      const short events = entries[at].revents;
-      bool stays = !peer->superseded && (peer->ours || !peer->deadline.Passed());
-      if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(*peer);
-      if (stays && peer->wait.has_value() && peer->wait->until.Passed()) EndWait(*peer);
-      // What it has said, and was not answered while it did not read, is answered now.
-      if (stays && peer->unread() > 0) stays = Write(*peer) && Understand(*peer);
+      const bool stays = GoOn(*peer, entries_[at].revents);
       if (!stays && !peer->ours) --unauthenticated_;
       if (!stays) {
         ForgetWait(*peer);
@@ -91,7 +88,26 @@ void StoreServer::Run() {
         peers_.splice(peers_.end(), peers_, peer);
       }
     }
-    if (entries[1].revents != 0) Accept();
+    if (entries_[1].revents == 0) continue;
+    try {
+      Accept();
+    } catch (const std::bad_alloc&) {  // the one that was to be taken in comes again
+      LogLackOfMemory();
+      accept_again_ = Deadline::After(kAcceptPause);
+    }
+  }
+}
+
+bool StoreServer::GoOn(Peer& peer, short events) {
+  try {
+    bool stays = !peer.over && (peer.ours || !peer.deadline.Passed());
+    if (stays && (events & (POLLIN | POLLERR | POLLHUP)) != 0) stays = Read(peer);
+    if (stays && peer.wait.has_value() && peer.wait->until.Passed()) EndWait(peer);
+    // What it has said, and was not answered while it did not read, is answered now.
+    return stays && (peer.unread() == 0 || (Write(peer) && Understand(peer)));
+  } catch (const std::bad_alloc&) {  // its client comes again, and repeats what was not answered
+    LogLackOfMemory();
+    return false;
   }
 }
 
@@ -111,7 +127,11 @@ bool StoreServer::FreeSlot() {
     return !peer.ours && peer.grace.Passed() && !IsReadable(peer.socket.fd());
   });
   if (silent == peers_.end()) return false;
-  refusals_.Add(silent->socket.fd(), silent->handshake, absl::UnavailableError("others wait too"));
+  try {
+    refusals_.Add(silent->socket.fd(), silent->handshake,
+                  absl::UnavailableError("others wait too"));
+  } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it goes all the same
+  }
   if (const absl::string_view words = silent->handshake.NoPlace(); silent->unread() == 0) {
     // It fits behind the hello; where it does not the client takes no answer either.
     send(silent->socket.fd(), words.data(), words.size(), MSG_NOSIGNAL);
@@ -135,7 +155,7 @@ void StoreServer::Accept() {
       const bool exhausted = has_slot && IsExhaustion(errno);
       if (exhausted && !IsReadable(listener_.fd())) return;
       if (exhausted) FreeSlot();
-      if (exhausted || !has_slot) accept_again_ = Deadline::After(absl::Milliseconds(50));
+      if (exhausted || !has_slot) accept_again_ = Deadline::After(kAcceptPause);
       return;
     }
     Socket socket(fd);
@@ -148,6 +168,7 @@ void StoreServer::Accept() {
       LogInability(handshake.status());
       continue;
     }
+    entries_.emplace_back();  // so that the next turn has room for it
     peers_.push_back({std::move(socket), *std::move(handshake), Deadline::After(options_.grace),
                       Deadline::After(options_.handshake_timeout)});
     ++unauthenticated_;
@@ -197,6 +218,13 @@ void StoreServer::LogInability(const absl::Status& why) {
   if (!IsWorthALine(++unable_)) return;
   DG_LOG(WARNING) << "the job's store cannot take a connection: " << why << " (" << unable_
                   << " so far)";
+}
+
+void StoreServer::LogLackOfMemory() {
+  if (!IsWorthALine(++lacks_)) return;
+  DG_LOG(WARNING) << "the job's store has closed a connection for want of memory; its client comes "
+                     "again ("
+                  << lacks_ << " so far)";
 }
 
 bool StoreServer::Greet(Peer& peer) {
@@ -334,7 +362,7 @@ absl::StatusOr<size_t> StoreServer::Answer(Peer& peer, absl::string_view in) {
 
 absl::Status StoreServer::BeginWait(Peer& peer, absl::string_view request) {
   DG_ASSIGN_OR_RETURN(StoreAwait await, DecodeStoreAwait(request));
-  const size_t bytes = request.size() + await.seen.size() * kWaitBytes;
+  const size_t bytes = request.size() + await.seen.size() * kEntryBytes;
   Wait wait{std::move(await.seen), Deadline::After(absl::Milliseconds(await.milliseconds)), bytes};
   if (await.milliseconds == 0 || HasChanged(wait)) {
     Tell(wait, &peer.out);
@@ -344,8 +372,9 @@ absl::Status StoreServer::BeginWait(Peer& peer, absl::string_view request) {
     writer.U32(kStoreFull);
   } else {
     bytes_ += wait.bytes;
-    for (const auto& [key, value] : wait.seen) waiting_[key].insert(&peer);
     peer.wait = std::move(wait);
+    // Where memory lacks in the middle ForgetWait() takes back what there is.
+    for (const auto& [key, value] : peer.wait->seen) waiting_[key].insert(&peer);
   }
   return absl::OkStatus();
 }
@@ -381,7 +410,7 @@ void StoreServer::ForgetWait(Peer& peer) {
   if (!peer.wait.has_value()) return;
   for (const auto& [key, seen] : peer.wait->seen) {
     const auto entry = waiting_.find(key);
-    if (entry == waiting_.end()) continue;  // a key that it has named twice
+    if (entry == waiting_.end()) continue;  // a key that it has named twice, or not got to
     entry->second.erase(&peer);
     if (entry->second.empty()) waiting_.erase(entry);
   }
@@ -389,13 +418,29 @@ void StoreServer::ForgetWait(Peer& peer) {
   peer.wait.reset();
 }
 
+// Does not throw: the change is done, and whoever made it must not do it again.
 void StoreServer::OnChange(absl::string_view key) {
   const auto entry = waiting_.find(key);
   if (entry == waiting_.end()) return;
-  const std::vector<Peer*> peers(entry->second.begin(), entry->second.end());
-  for (Peer* peer : peers) {
-    if (HasChanged(*peer->wait)) EndWait(*peer);
+  bool is_last = false;  // whose wait, when it ends, takes the entry with it
+  for (auto next = entry->second.begin(); !is_last;) {
+    Peer& peer = **next++;
+    is_last = next == entry->second.end();
+    if (!HasChanged(*peer.wait)) continue;
+    try {
+      EndWait(peer);
+    } catch (const std::bad_alloc&) {  // its client comes again, and asks anew
+      LogLackOfMemory();
+      ForgetWait(peer);
+      Abandon(peer);
+    }
   }
+}
+
+void StoreServer::Abandon(Peer& peer) {
+  peer.over = true;
+  peer.session.reset();
+  shutdown(peer.socket.fd(), SHUT_RDWR);  // so that poll() shows it
 }
 
 // Nothing that is still on its way in the client's former connection may be done after what comes
@@ -403,21 +448,17 @@ void StoreServer::OnChange(absl::string_view key) {
 absl::StatusOr<bool> StoreServer::BeginSession(Peer& peer, uint64_t session) {
   if (peer.session.has_value()) return absl::InvalidArgumentError("a second session");
   for (Peer& other : peers_) {
-    if (other.session != session) continue;
-    other.superseded = true;
-    other.session.reset();
-    shutdown(other.socket.fd(), SHUT_RDWR);  // so that poll() shows it
+    if (other.session == session) Abandon(other);
   }
   peer.session = session;
   const auto [entry, is_new] = sessions_.try_emplace(session);
   if (!is_new) return true;
-  const size_t size = sizeof(*entry);
-  if (bytes_ + size > options_.max_bytes) {
+  if (bytes_ + kEntryBytes > options_.max_bytes) {
     sessions_.erase(entry);
     peer.session.reset();
     return absl::ResourceExhaustedError("the store is full");
   }
-  bytes_ += size;
+  bytes_ += kEntryBytes;
   return false;
 }
 
@@ -433,23 +474,23 @@ absl::StatusOr<std::optional<int64_t>> StoreServer::Add(absl::string_view key, i
 void StoreServer::Delete(absl::string_view key) {
   const auto entry = values_.find(key);
   if (entry == values_.end()) return;
-  bytes_ -= entry->first.size() + entry->second.size();
+  bytes_ -= kEntryBytes + entry->first.size() + entry->second.size();
   values_.erase(entry);
   OnChange(key);
 }
 
 absl::Status StoreServer::Set(absl::string_view key, absl::string_view value) {
   auto entry = values_.find(key);
-  const size_t before = entry == values_.end() ? 0 : key.size() + entry->second.size();
-  if (bytes_ - before + key.size() + value.size() > options_.max_bytes) {
-    return absl::ResourceExhaustedError("the store is full");
-  }
-  bytes_ += key.size() + value.size() - before;
+  const size_t before =
+      entry == values_.end() ? 0 : kEntryBytes + key.size() + entry->second.size();
+  const size_t bytes = bytes_ - before + kEntryBytes + key.size() + value.size();
+  if (bytes > options_.max_bytes) return absl::ResourceExhaustedError("the store is full");
   if (entry == values_.end()) {
     values_.emplace(key, value);
   } else {
     entry->second = std::string(value);
   }
+  bytes_ = bytes;
   OnChange(key);
   return absl::OkStatus();
 }

@@ -5,6 +5,8 @@
 #ifndef DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_
 #define DISTGRAD_CORE_MEMBERSHIP_STORE_STORE_SERVER_H_
 
+#include <poll.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <list>
@@ -49,7 +51,8 @@ struct StoreServerOptions {
   size_t max_unauthenticated = 0;
   absl::Duration grace = absl::Seconds(1);
   absl::Duration handshake_timeout = absl::Seconds(10);
-  // The memory for keys, values, sessions and waits; a client that needs more loses its connection.
+  // The memory for keys, values, sessions and waits, about. What would take more is refused, and
+  // the client told so; or it loses its connection, where what it asks has no answer.
   size_t max_bytes = 256 << 20;
 };
 
@@ -78,7 +81,7 @@ class StoreServer {
     bool took_step = false;  // of its handshake, by which its grace begins anew
     std::optional<Wait> wait = {};
     std::optional<uint64_t> session = {};  // none: c10d's protocol alone
-    bool superseded = false;               // its client has another connection now
+    bool over = false;  // its client has another connection now, or is to make one
     std::unique_ptr<TlsSession> tls = {};  // with a cluster key, after the handshake
     std::string in = {};                   // read and decrypted, and not understood yet
     std::string out = {};                  // answers, to be encrypted
@@ -102,6 +105,8 @@ class StoreServer {
         stop_(std::move(stop)) {}
 
   void Run();
+  // Does what is due, with these events; false: the connection is to be closed.
+  bool GoOn(Peer& peer, short events);
   // Returns the milliseconds for poll().
   int Patience() const;
   void Accept();
@@ -119,6 +124,10 @@ class StoreServer {
   static void TakeTlsOutput(Peer& peer);
   // A connection is closed because this process itself cannot do what it takes.
   void LogInability(const absl::Status& why);
+  // A connection is closed because there is no memory for what it takes.
+  void LogLackOfMemory();
+  // Has the connection closed in the next turn, whatever it says.
+  static void Abandon(Peer& peer);
   // Answers the first request of `in`; returns its size, or 0 if not all of it is there.
   absl::StatusOr<size_t> Answer(Peer& peer, absl::string_view in);
   absl::StatusOr<bool> BeginSession(Peer& peer, uint64_t session);
@@ -141,7 +150,8 @@ class StoreServer {
   const Socket wake_;  // readable when it is to end
   const Socket stop_;  // the other end
 
-  // Used on thread_ only.
+  // Used on thread_ only, once it runs.
+  std::vector<pollfd> entries_ = std::vector<pollfd>(2);  // its memory is enough for all of peers_
   Peers peers_;  // by their last steps, or since when they are there
   size_t unauthenticated_ = 0;
   std::map<std::string, std::string, std::less<>> values_;
@@ -151,6 +161,7 @@ class StoreServer {
   Deadline accept_again_ = absl::InfinitePast();
   RefusalLog refusals_{"the job's store"};
   uint64_t unable_ = 0;  // connections that LogInability() has heard of
+  uint64_t lacks_ = 0;   // and LogLackOfMemory()
 
   std::thread thread_;
 };

@@ -2221,6 +2221,92 @@ TEST(StoreServerTest, WaitsAreBounded) {
   EXPECT_TRUE(client->Set("key", std::string(90000, 'x'), Later()).ok());
 }
 
+// So many bytes, also of what has none of its own.
+TEST(StoreServerTest, WhatAnEntryCostsBesideItsBytesCounts) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.max_bytes = 100000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto client = Join(port);
+  int entries = 0;
+  absl::Status status;
+  while (entries < 1000 && status.ok()) {
+    status = client->Set(absl::StrCat("key", ++entries), "", Later());
+  }
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_GT(entries, 500);
+  for (int i = 1; i < entries; ++i) {
+    ASSERT_TRUE(client->Delete(absl::StrCat("key", i), Later()).ok());
+  }
+  EXPECT_TRUE(client->Set("key", std::string(99000, 'x'), Later()).ok());
+}
+
+// The thread of this process with that name.
+pid_t ThreadOf(const std::string& name) {
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string its_name;
+    std::getline(std::ifstream(thread.path() / "comm"), its_name);
+    if (its_name == name) return std::atoi(thread.path().filename().c_str());
+  }
+  ADD_FAILURE() << "no thread " << name;
+  return 0;
+}
+
+class ServerWithoutMemoryTest : public testing::TestWithParam<std::string> {};
+
+INSTANTIATE_TEST_SUITE_P(Keys, ServerWithoutMemoryTest,
+                         testing::Values("", "a secret of the whole job"),
+                         [](const auto& info) { return info.index == 0 ? "Without" : "With"; });
+
+// Wherever the server finds no memory: a client loses no more than its connection, nothing is done
+// twice, and nothing stays counted.
+TEST_P(ServerWithoutMemoryTest, ClientsComeAgain) {
+  const std::string& key = GetParam();
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server =
+      StoreServer::Start(std::move(listener), {.cluster_key = key, .max_bytes = 600000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto witness = Join(port, key);
+  const pid_t thread = ThreadOf("dg/store");
+  const std::string changed(1000, 'c'), counter(100, 'n'), value(20000, 'v');
+  Keys others;  // that nobody sets
+  for (int i = 0; i < 10; ++i) others.push_back(std::string(1000, static_cast<char>('a' + i)));
+  Keys awaited = {changed};
+  awaited.insert(awaited.end(), others.begin(), others.end());
+
+  for (const int count : {1, 3}) {
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      SCOPED_TRACE(absl::StrCat(count, " from number ", nth, " on"));
+      Socket waits = Friend(port, key), gone = Friend(port, key);
+      FailAllocationOf(thread, nth, count);
+      ASSERT_TRUE(waits.Send(Await(1 << 30, awaited), Later()).ok());
+      gone = Socket();
+      const auto client = Join(port, key);
+      ASSERT_NE(client, nullptr);
+      ASSERT_EQ(client->Set(changed, value, Later()), absl::OkStatus());
+      ASSERT_EQ(client->Set(changed, value + value, Later()), absl::OkStatus());
+      for (int sum = 1; sum <= 2; ++sum) {
+        ASSERT_EQ(client->Add(counter, 1, Later()).value(), sum);
+      }
+      ASSERT_EQ(witness->GetEach(Keys{changed, counter}, Later()).value(),
+                Values({value + value, "2"}));
+      ASSERT_EQ(client->AwaitChange(others, Values(others.size()), Soon()).value(),
+                Values(others.size()));
+      ASSERT_EQ(client->Delete(changed, Later()), absl::OkStatus());
+      ASSERT_EQ(client->Delete(counter, Later()), absl::OkStatus());
+      failed = FailAllocationOf(thread, -1);
+      // It was told of the first change, or has lost its connection.
+      std::string answer(13 + value.size(), '\0');
+      const absl::Status told = waits.Receive(answer.data(), answer.size(), Later());
+      ASSERT_TRUE(told.ok() ? absl::EndsWith(answer, value) : absl::IsUnavailable(told)) << told;
+      ASSERT_TRUE(failed || told.ok()) << told;
+    }
+  }
+  EXPECT_EQ(witness->Set("large", std::string(500000, 'x'), Later()), absl::OkStatus());
+}
+
 // It asks again on the connection that it has, and keeps no other request of its process from it.
 TEST(StoreServerTest, WhoHasNoRoomToWaitKeepsItsConnection) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();
