@@ -56,13 +56,7 @@ class ContextRecord {
     std::vector<RecvEnd> recvs;
   };
 
-  // The worker that this is the record of. Numbers of contexts are those of a job: two jobs, of
-  // which one process may have workers, give the same ones, but not to workers of the same
-  // incarnation.
-  struct Holder {
-    WorkerRank rank = 0;
-    Incarnation incarnation = 0;
-  };
+  using Holder = ContextHolder;
 
   explicit ContextRecord(ContextId id) : ContextRecord(id, Holder()) {}
   ContextRecord(ContextId id, Holder holder, uint64_t number = 0)

@@ -141,7 +141,7 @@ void Engine::DropSend(ContextRecord& context, EdgeId edge) {
 absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
                                 absl::Span<at::Tensor> tensors) {
   absl::StatusOr<std::pair<size_t, std::vector<std::shared_ptr<PassHandle>>>> added =
-      context->AddRecv({end, RecvNode::Attach(context->id(), end, tensors)});
+      context->AddRecv({end, RecvNode::Attach(context->id(), context->holder(), end, tensors)});
   DG_RETURN_IF_ERROR(added.status());
   for (const auto& run : added->second) run->OnNewRecv(added->first, end);
   return absl::OkStatus();

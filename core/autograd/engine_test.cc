@@ -658,6 +658,33 @@ TEST_F(EngineTest, ARootThatNoCallGaveInAContextSaysSo) {
               ::testing::HasSubstr("made without a context"));
 }
 
+// It may have workers of one job, or of two, that know a context by one number, and edges, too.
+TEST_F(EngineTest, APassTakesNoTensorThatAnotherWorkerOfThisProcessHasReceived) {
+  const std::pair<ContextRecord::Holder, std::string> all[] = {
+      {{kOther, 2}, "from worker 2 by another worker of this process, 3"},
+      {{kSelf, 2}, "from worker 2 in another job"}};
+  for (const auto& [holder, why] : all) {
+    for (const size_t tensors : {1, 2}) {
+      SCOPED_TRACE(absl::StrCat(why, ", ", tensors));
+      const auto context = contexts_.New();
+      std::vector<at::Tensor> ours(1, at::ones({2})), theirs(tensors, at::ones({2}));
+      for (at::Tensor& each : theirs) each = each.clone();
+      const EdgeEnd end = {MakeId(kPeer, 1), kPeer};
+      ASSERT_TRUE(engine_.RecordRecv(context, end, absl::MakeSpan(ours)).ok());
+      const auto others = std::make_shared<ContextRecord>(context->id(), holder);
+      ASSERT_TRUE(engine_.RecordRecv(others, end, absl::MakeSpan(theirs)).ok());
+      const Future<Unit> pass =
+          engine_.Backward(context, {(ours[0] * theirs.front() * theirs.back()).sum()},
+                           {.deadline = absl::InfiniteFuture()}, /*run_here=*/true);
+      AwaitPool();
+      EXPECT_TRUE(pass.Done());
+      if (!pass.Done()) continue;
+      EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_THAT(std::string(pass.Wait().status().message()), HasSubstr(why));
+    }
+  }
+}
+
 // A release comes while the pass is being made.
 TEST_F(EngineTest, APassThatIsOverBeforeItBeginsLeavesNoTimer) {
   const auto context = contexts_.New();

@@ -416,14 +416,20 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   auto graph = std::make_shared<const Graph>(sources, [&](torch::autograd::Node& node) {
     if (!RecvNode::Is(node)) return false;
     const auto& recv = static_cast<const RecvNode&>(node);
-    if (recv.context() != context_->id()) foreign = &recv;
+    if (recv.context() != context_->id() || recv.holder() != context_->holder()) foreign = &recv;
     return true;
   });
   if (foreign != nullptr) {
+    const std::string whose =
+        foreign->context() != context_->id()
+            ? absl::StrCat(" in another context, ", foreign->context())
+        : foreign->holder().rank != services_->self
+            ? absl::StrCat(" by another worker of this process, ", foreign->holder().rank,
+                           ": a tensor goes from worker to worker by a call")
+            : " in another job, where a context has the same number";
     return LocalError(absl::InvalidArgumentError(
         absl::StrCat("its graph leads to a tensor that was received from worker ",
-                     services_->network.Describe(foreign->end().peer), " in another context, ",
-                     foreign->context())));
+                     services_->network.Describe(foreign->end().peer), whose)));
   }
 
   // What can be reached decides only whether a peer is told of the pass that nothing else tells.

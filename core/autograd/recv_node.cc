@@ -7,13 +7,15 @@
 
 namespace distgrad {
 
-RecvNodes RecvNode::Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors) {
+RecvNodes RecvNode::Attach(ContextId context, ContextHolder holder, EdgeEnd end,
+                           absl::Span<at::Tensor> tensors) {
   RecvNodes nodes;
   nodes.reserve(tensors.size());
   for (at::Tensor& tensor : tensors) {
     // deleteNode frees a long chain of nodes without recursion.
-    const std::shared_ptr<RecvNode>& node = nodes.emplace_back(
-        new RecvNode(context, end, nodes.size(), tensors.size()), torch::autograd::deleteNode);
+    const std::shared_ptr<RecvNode>& node =
+        nodes.emplace_back(new RecvNode(context, holder, end, nodes.size(), tensors.size()),
+                           torch::autograd::deleteNode);
     const uint32_t input = node->add_input_metadata(tensor);
     torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge(node, input));
   }

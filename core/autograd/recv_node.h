@@ -18,6 +18,19 @@ namespace distgrad {
 
 class RecvNode;
 
+// The worker that a context's record, or a recv node, is of. Numbers of contexts are those of a
+// job: two jobs, of which one process may have workers, give the same ones, but not to workers of
+// the same incarnation.
+struct ContextHolder {
+  WorkerRank rank = 0;
+  Incarnation incarnation = 0;
+
+  friend bool operator==(ContextHolder a, ContextHolder b) {
+    return a.rank == b.rank && a.incarnation == b.incarnation;
+  }
+  friend bool operator!=(ContextHolder a, ContextHolder b) { return !(a == b); }
+};
+
 // The recv nodes of one edge, one for each tensor: a hook on the node of one tensor has nothing to
 // do with the others of its message, as in one process, where each has a node of its own.
 using RecvNodes = absl::InlinedVector<std::shared_ptr<RecvNode>, 1>;
@@ -26,12 +39,14 @@ using RecvNodes = absl::InlinedVector<std::shared_ptr<RecvNode>, 1>;
 class RecvNode final : public torch::autograd::Node {
  public:
   // Makes a node for each of `tensors` (defined, floating or complex, without history), and sets it
-  // as the tensor's history.
-  static RecvNodes Attach(ContextId context, EdgeEnd end, absl::Span<at::Tensor> tensors);
+  // as the tensor's history. `holder` is the worker that has received them.
+  static RecvNodes Attach(ContextId context, ContextHolder holder, EdgeEnd end,
+                          absl::Span<at::Tensor> tensors);
 
   static bool Is(const torch::autograd::Node& node) { return typeid(node) == typeid(RecvNode); }
 
   ContextId context() const { return context_; }
+  ContextHolder holder() const { return holder_; }
   EdgeEnd end() const { return end_; }
   // The place of its tensor among the edge's, and the number of those.
   size_t place() const { return place_; }
@@ -42,10 +57,11 @@ class RecvNode final : public torch::autograd::Node {
   std::string name() const override;
 
  private:
-  RecvNode(ContextId context, EdgeEnd end, size_t place, size_t edge_size)
-      : context_(context), end_(end), place_(place), edge_size_(edge_size) {}
+  RecvNode(ContextId context, ContextHolder holder, EdgeEnd end, size_t place, size_t edge_size)
+      : context_(context), holder_(holder), end_(end), place_(place), edge_size_(edge_size) {}
 
   const ContextId context_;
+  const ContextHolder holder_;
   const EdgeEnd end_;
   const size_t place_;
   const size_t edge_size_;

@@ -271,6 +271,31 @@ TEST_P(BackwardTest, BadRootsAreRefused) {
   EXPECT_EQ(Context().Backward({x.sum()}).code(), absl::StatusCode::kFailedPrecondition);
 }
 
+// It came to this process, but not to the worker whose pass it is.
+TEST_P(BackwardTest, WhatAnotherWorkerOfTheProcessHasReceivedIsRefused) {
+  for (const size_t tensors : {1, 2}) {
+    SCOPED_TRACE(tensors);
+    Start(2);
+    std::vector<at::Tensor> kept;
+    ASSERT_TRUE(worker(1)
+                    .Register("keep",
+                              [&](Request& r) -> absl::StatusOr<Message> {
+                                kept = r.message.tensors;
+                                return Message();
+                              })
+                    .ok());
+    const at::Tensor x = Leaf({3, 3}, 1);
+    const Context context = worker(0).NewContext();
+    const auto reply = worker(0).Call("worker1", "keep", {"", std::vector<at::Tensor>(tensors, x)},
+                                      {.context = &context});
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    const absl::Status status = context.Backward({(kept.front() * kept.back()).sum()});
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_NE(status.message().find("by another worker of this process, 1: "), std::string::npos)
+        << status;
+  }
+}
+
 TEST_P(BackwardTest, RootsOfSeveralTypes) {
   Start(2);
   at::Tensor x = Leaf({2, 3}, 1);
