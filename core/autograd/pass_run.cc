@@ -474,9 +474,19 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   }
   graph_ = std::move(graph);
   if (!thread_state_.has_value()) thread_state_.emplace();
+  // A second owner of the root gradients as long as anything runs, as libtorch has one. They may be
+  // over another's memory, as at::from_blob() has it: what has one owner is added to in place, and
+  // becomes a leaf's gradient as it is.
+  struct Kept {
+    std::shared_ptr<PassRun> run;
+    std::vector<at::Tensor> root_gradients;
+  };
+  auto kept = std::make_shared<Kept>();
+  kept->run = shared_from_this();
+  if (roots_.has_value()) kept->root_gradients = roots_->gradients;
   ExecutionOptions options{.retain_graph = retain_graph_,
                            .device_threads = services_->device_threads.get(),
-                           .keep_alive = shared_from_this()};
+                           .keep_alive = std::move(kept)};
   if (!of_operators.empty()) {
     const uint64_t bytes = services_->limits.message_bytes;
     options.limited = graph_->ReachableFrom(of_operators);

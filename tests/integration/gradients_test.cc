@@ -262,6 +262,31 @@ TEST_P(GradientsTest, ANewGradientMayBeOfInferenceModeOrOfOtherMemory) {
   EXPECT_EQ(memory, std::vector<float>(6, 5));
 }
 
+// Also where nobody else has the tensor. The memory is written again when the pass has ended.
+TEST_P(GradientsTest, ARootGradientMayBeOfOtherMemory) {
+  const at::Tensor x = Leaf({2, 3}, 1), bias = Leaf({2, 3}, 2);
+  Context context = team_[0].NewContext();
+  const at::Tensor sum = x + bias, twice = sum * 2;
+  std::vector<float> memory(6, 5);
+  const auto backward = [&](std::vector<at::Tensor> roots, std::vector<at::Tensor> more) {
+    BackwardOptions options{.retain_graph = true};
+    options.root_gradients.push_back(at::from_blob(memory.data(), {2, 3}));
+    for (at::Tensor& gradient : more) options.root_gradients.push_back(std::move(gradient));
+    const absl::Status done = context.Backward(std::move(roots), std::move(options));
+    ASSERT_TRUE(done.ok()) << done;
+  };
+  backward({sum}, {});  // to the leaves as it is
+  memory.assign(6, 100);
+  for (const at::Tensor& leaf : {x, bias}) {
+    ExpectSame(GradientOf(context, leaf), at::full({2, 3}, 5.0));
+  }
+  backward({sum, twice}, {at::ones({2, 3})});  // something is added to it on its way
+  for (const at::Tensor& leaf : {x, bias}) {
+    ExpectSame(GradientOf(context, leaf), at::full({2, 3}, 107.0));
+  }
+  EXPECT_EQ(memory, std::vector<float>(6, 100));
+}
+
 TEST_P(GradientsTest, TensorHooksAndRetainsGrad) {
   const at::Tensor x = Leaf({2, 3}, 1);
   at::Tensor received, hooked;
