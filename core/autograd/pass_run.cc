@@ -301,9 +301,17 @@ void PassRun::OnStop(torch::autograd::Node& stop, std::vector<at::Tensor> gradie
 
 // A peer may have nothing else to do than what these gradients are for.
 void PassRun::OnNext(torch::autograd::Node* next) {
+  if (next == nullptr) {
+    // An error is not kept waiting for what else runs.
+    const auto execution = this->execution();
+    if (execution != nullptr && !execution->status().ok()) return Settle();
+    return AwaitMemory([this] {
+      if (has_captured_.load(std::memory_order_relaxed)) PostFlush(/*in_node=*/false);
+    });
+  }
   if (!has_captured_.load(std::memory_order_relaxed)) return;
-  const bool wait = next != nullptr && !MayTakeLong(*next, RecvNode::Is(*next)) &&
-                    !(IsLeaf(*next) && context_->has_leaf_observer());
+  const bool wait =
+      !MayTakeLong(*next, RecvNode::Is(*next)) && !(IsLeaf(*next) && context_->has_leaf_observer());
   if (wait) {
     const absl::Time now = services_->clock.Now();
     absl::MutexLock lock(&mu_);

@@ -315,6 +315,39 @@ TEST(DeviceErrorsTest, AnEventThatFailsIsAnErrorOfThePass) {
   fake_device::TakeViolations();  // what is dropped in the middle of a pass is in no order
 }
 
+// Each device has a thread of its own, and the one that fed both does something else by then.
+TEST(DeviceErrorsTest, AThrowDoesNotWaitForOtherDevices) {
+  absl::Notification blocked, go;
+  {
+    Cluster cluster({.workers = 2});
+    ASSERT_TRUE(cluster[1]
+                    .Register("compute",
+                              [&](Request& r) -> absl::StatusOr<Message> {
+                                const at::Tensor& x = r.message.tensors[0];
+                                const at::Tensor slow = x.to(Device(0)), bad = x.to(Device(1));
+                                slow.register_hook([&](const at::Tensor&) {
+                                  blocked.Notify();
+                                  go.WaitForNotification();
+                                });
+                                bad.register_hook([&](const at::Tensor&) {
+                                  blocked.WaitForNotification();
+                                  TORCH_CHECK(false, "thrown on purpose");
+                                });
+                                return Message{"", {slow.to(at::kCPU) + bad.to(at::kCPU)}};
+                              })
+                    .ok());
+    Context context = cluster[0].NewContext();
+    const auto reply = cluster[0].Call(1, "compute", {"", {Leaf(1).sin()}}, {.context = &context});
+    ASSERT_TRUE(reply.ok()) << reply.status();
+    const absl::Status done =
+        context.Backward({reply->tensors[0].sum()}, {.deadline = absl::Now() + absl::Seconds(30)});
+    EXPECT_NE(done.message().find("thrown on purpose"), std::string::npos) << done;
+    go.Notify();
+  }
+  for (int i = 0; i < fake_device::kDevices; ++i) fake_device::Synchronize(i);
+  fake_device::TakeViolations();  // what is dropped in the middle of a pass is in no order
+}
+
 TEST(DeviceMapsTest, WithoutAMapADeviceIsAnErrorThatNamesIt) {
   Cluster cluster({.workers = 2, .device_maps = {{"worker1", {{Device(0), Device(1)}}}}});
   const at::Tensor x = at::ones({2}).to(Device(2));

@@ -231,7 +231,6 @@ void Execution::State::RunLane(uint8_t lane) {
   runner.lane = lane;
   runner.inbox = &lanes[lane];
   RunReady(runner);
-  sink->OnNext(nullptr);
 }
 
 void Execution::State::RunReady(Runner& runner) {
@@ -337,6 +336,7 @@ void Execution::State::HandOver(uint8_t lane, ReadyNode node) {
   if (!started.ok()) return Fail(std::move(started));
   const bool scheduled = threads.Schedule([state = shared_from_this(), lane] {
     state->OrFail([&] { state->RunLane(lane); });
+    state->sink->OnNext(nullptr);
     state->End();
   });
   if (!scheduled) {

@@ -67,8 +67,9 @@ class GradientSink {
                       bool reached) = 0;
 
   // The calling thread is about to run `next`, which is reached; or, where that is null, has
-  // run all that was handed to it and goes away, while other threads go on. What the sink keeps
-  // back must not wait for that. May throw, unless `next` is null: that fails the execution.
+  // run all that was handed to it, or stopped at an error, and goes away, while other threads go
+  // on. What the sink keeps back, and the error, must not wait for that. May throw, unless `next`
+  // is null: that fails the execution.
   virtual void OnNext(torch::autograd::Node* next) {}
 
   // The calling thread is about to wait within a node or a hook, under whatever locks that has;
