@@ -88,6 +88,20 @@ TEST(ExecutionErrors, CodesFollowTheException) {
   }
 }
 
+// As in libtorch: in place of the leaf there is something that was computed.
+TEST(ExecutionErrors, ALeafThatIsNoneAnyMoreGetsNoGradient) {
+  Tensor leaf = Leaf();
+  const Tensor root = leaf * Full(3), same = leaf * Full(3);
+  leaf.requires_grad_(false);
+  leaf.add_(Leaf());
+  RecordingSink sink;
+  const absl::Status status = StatusOf(root, &sink);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInternal) << status;
+  EXPECT_TRUE(absl::EndsWith(status.message(), "moved into the graph interior")) << status;
+  EXPECT_TRUE(sink.leaves.empty());
+  EXPECT_THROW(same.sum().backward(), std::logic_error);
+}
+
 // Whoever feeds it, a thread of the pool, say, has nobody to tell.
 TEST(ExecutionErrors, WithoutMemoryItFails) {
   int failures = 0;

@@ -102,6 +102,8 @@ void CallLeaf(AccumulateGrad& leaf, variable_list gradients, bool reuse,
   TORCH_CHECK(gradients.size() == 1, "expected 1 gradient, got ", gradients.size());
   // Hooks after the node are shown what went in.
   const variable_list inputs = leaf.post_hooks().empty() ? variable_list() : gradients;
+  TORCH_CHECK(!gradients[0].defined() || leaf.variable.grad_fn() == nullptr,
+              "leaf variable has been moved into the graph interior");
   if (gradients[0].defined() && leaf.variable.requires_grad()) {
     const at::Tensor kept = reuse ? at::Tensor() : gradients[0];  // a second owner: is copied
     // A statement of its own: the argument, which shares its memory, is gone after it.
