@@ -18,6 +18,7 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Node;
 
 constexpr size_t kNodes = 48;
+constexpr size_t kEdges = 4 * kNodes;  // one node may have any number
 constexpr size_t kBytes = 16 << 10;
 
 // A node that is generated from libtorch's table of derivatives. There is no other way to tell
@@ -87,11 +88,14 @@ bool CheapToRunInline(absl::Span<const std::shared_ptr<Node>> roots,
     if (std::find(nodes.begin(), nodes.end(), node) == nodes.end()) nodes.push_back(node);
   };
   for (const auto& root : roots) visit(root.get());
+  size_t edges = 0;
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (nodes.size() > kNodes) return false;
     const bool stop = is_stop(*nodes[i]);
     if (!IsCheapNode(*nodes[i], stop)) return false;
     if (stop) continue;
+    edges += nodes[i]->next_edges().size();
+    if (edges > kEdges) return false;
     for (const torch::autograd::Edge& edge : nodes[i]->next_edges()) {
       if (edge.is_valid()) visit(edge.function.get());
     }

@@ -2,12 +2,14 @@
 #include "core/autograd/executor/cheap_graph.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
+#include <vector>
 
 #include "core/autograd/executor/source_node.h"
 
@@ -36,6 +38,13 @@ TEST(CheapGraphTest, ManyNodesAreNot) {
   at::Tensor x = Leaf({1});
   for (int i = 0; i < 100; ++i) x = x * 2;
   EXPECT_FALSE(Cheap(x));
+}
+
+// A peer may have asked for the node.
+TEST(CheapGraphTest, ANodeOfManyEdgesIsNot) {
+  const at::Tensor leaf = Leaf({1});
+  EXPECT_TRUE(Cheap(at::cat(std::vector<at::Tensor>(100, leaf))));
+  EXPECT_FALSE(Cheap(at::cat(std::vector<at::Tensor>(1000, leaf))));
 }
 
 TEST(CheapGraphTest, TheSameNodeByManyWaysIsOne) {
