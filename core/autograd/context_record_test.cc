@@ -165,6 +165,7 @@ class NumberedPass : public PassHandle {
   void OnNotices(WorkerRank, std::vector<Notice>, RunHere) override {}
   void OnNewRecv(size_t, EdgeEnd) override {}
   void OnLostSend(EdgeId) override {}
+  void OnRelease(const absl::Status&) override {}
   void OnPeerLost(WorkerRank, const absl::Status&) override {}
   void Fail(const absl::Status&) override {}
   bool engaged() override { return true; }

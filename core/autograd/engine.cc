@@ -436,7 +436,12 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
 void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,
                  absl::FunctionRef<absl::Status()> why) {
   ContextRecord::Released released = context.Release();
-  for (const auto& run : released.passes) run->Fail(why());
+  for (const auto& run : released.passes) {
+    if (from.has_value())
+      run->Fail(why());
+    else
+      run->OnRelease(why());
+  }
   for (WorkerRank peer : context.Peers()) {
     if (peer == from || peer == services_.self) continue;
     Send(peer, {.kind = Notice::Kind::kRelease, .context = context.id()});

@@ -486,6 +486,12 @@ TEST_F(WhoseThreadTest, ACallThatDoesNotLeaveWhileAPassRunsHearsOfNoOther) {
   ExpectEndsElsewhere(pass, [&, edge = edge] { engine_.DropSend(*context_, edge); });
 }
 
+TEST_F(WhoseThreadTest, AReleaseWhileAPassRunsHearsOfNoOther) {
+  const auto [edge, pass] = PassBesideACall(context_, leaf_);
+  ExpectEndsElsewhere(
+      pass, [&] { engine_.Release(context_->id()); }, absl::StatusCode::kCancelled);
+}
+
 // What it does itself for the pass may end it.
 TEST_F(WhoseThreadTest, ACallThatEndsAPassHearsOfNoOther) {
   const at::Tensor received = Receive(context_, kPeer, 1);

@@ -32,6 +32,8 @@ class PassHandle {
   virtual void OnNewRecv(size_t place, EdgeEnd end) = 0;
   // See Pass::OnLostSend.
   virtual void OnLostSend(EdgeId edge) = 0;
+  // The same as Fail(), where the calling thread releases the context.
+  virtual void OnRelease(const absl::Status& why) = 0;
   virtual void OnPeerLost(WorkerRank peer, const absl::Status& why) = 0;
   virtual void Fail(const absl::Status& why) = 0;
   // Whether it has traversed the graph, and is in flight on this worker.

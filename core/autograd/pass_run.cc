@@ -150,8 +150,9 @@ void PassRun::OnNotices(WorkerRank from, std::vector<Notice> notices, RunHere he
       here);
 }
 
-// The thread of this one and the next may be a user's, in the middle of CallAsync(): what others
-// have left on the strand, the end of the pass and what hears of it, say, is not for that.
+// The thread of this one and the next two may be a user's, in the middle of CallAsync() or of a
+// context's destructor: what others have left on the strand, the end of the pass and what hears of
+// it, say, is not for that.
 void PassRun::OnNewRecv(size_t place, EdgeEnd end) {
   Post(
       [this, place, end] {
@@ -163,6 +164,10 @@ void PassRun::OnNewRecv(size_t place, EdgeEnd end) {
 
 void PassRun::OnLostSend(EdgeId edge) {
   Post([this, edge] { pass_.OnLostSend(edge); }, RunHere::kNo, &services_->pool);
+}
+
+void PassRun::OnRelease(const absl::Status& why) {
+  Post([this, why] { FailWith(LocalError(why)); }, RunHere::kNo, &services_->pool);
 }
 
 void PassRun::OnPeerLost(WorkerRank peer, const absl::Status& why) {

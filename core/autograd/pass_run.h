@@ -65,6 +65,7 @@ class PassRun : public PassHandle,
   void OnNotices(WorkerRank from, std::vector<Notice> notices, RunHere here) override;
   void OnNewRecv(size_t place, EdgeEnd end) override;
   void OnLostSend(EdgeId edge) override;
+  void OnRelease(const absl::Status& why) override;
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void Fail(const absl::Status& why) override;
   bool engaged() override { return execution() != nullptr; }
