@@ -468,20 +468,17 @@ void ContextRecord::EndPass(PassId pass, const absl::Status& status) {
 }
 
 ContextRecord::Released ContextRecord::Release() {
-  Edges edges;  // these end outside the lock
-  std::map<PassId, std::shared_ptr<PassHandle>> done;
   Released released;
   {
     absl::MutexLock lock(&mu_);
     // Before what there may be no memory for: so that whoever releases it again finds it.
     released_ = true;
     for (const auto& [pass, run] : passes_) released.passes.push_back(run);
-    std::swap(edges, edges_);
-    done.swap(done_);
+    std::swap(released.edges, edges_);
+    released.done.swap(done_);
   }
-  LeafGradients gradients;
   absl::MutexLock lock(&gradients_mu_);
-  gradients.swap(gradients_);
+  released.gradients.swap(gradients_);
   released.observer.swap(observer_);
   gradients_dropped_ = true;
   return released;

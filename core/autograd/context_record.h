@@ -38,6 +38,9 @@ namespace distgrad {
 
 // Thread-safe.
 class ContextRecord {
+  class LeafGradient;
+  using LeafGradients = absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
+
  public:
   struct SendEnd {
     EdgeEnd end;
@@ -154,9 +157,17 @@ class ContextRecord {
   void SetLeafObserver(LeafObserver observer);
   bool has_leaf_observer() const;
 
+  // All that a context had. Its end runs what users' graphs and hooks hold, and may wait.
   struct Released {
     std::vector<std::shared_ptr<PassHandle>> passes;  // that were in flight
-    std::shared_ptr<const LeafObserver> observer;     // its end may wait
+    std::map<PassId, std::shared_ptr<PassHandle>> done;
+    Edges edges;
+    LeafGradients gradients;
+    std::shared_ptr<const LeafObserver> observer;
+    bool empty() const {
+      return passes.empty() && done.empty() && edges.sends.empty() && edges.recvs.empty() &&
+             gradients.empty() && observer == nullptr;
+    }
   };
   // Drops all that the context has; idempotent.
   Released Release();
@@ -194,7 +205,6 @@ class ContextRecord {
     ReadyMark ready_ ABSL_GUARDED_BY(mu_);
     bool counts_in_norms_ ABSL_GUARDED_BY(mu_) = true;
   };
-  using LeafGradients = absl::flat_hash_map<const c10::TensorImpl*, std::shared_ptr<LeafGradient>>;
 
   LeafGradients AllGradients() const;
   // Returns null once released.

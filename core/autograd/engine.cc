@@ -7,9 +7,11 @@
 #include <algorithm>
 #include <exception>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "absl/algorithm/container.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "core/autograd/executor/source_node.h"
@@ -92,6 +94,16 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
   return PassRun::Roots{std::move(roots), std::move(gradients), std::move(ready)};
 }
 
+// For what is of a user's graph, where the thread may be the clock's or the sockets', which must
+// run nothing of users'. It keeps that until there is memory for the task, and the task empties
+// what both hold: so it ends there, whichever of the two lets go last.
+template <typename T>
+void EndOnPool(ThreadPool& pool, T ended) {
+  const auto held =
+      AwaitMemory([&] { return std::make_shared<std::optional<T>>(std::move(ended)); });
+  AwaitMemory([&] { pool.Schedule([held] { held->reset(); }); });
+}
+
 }  // namespace
 
 Engine::Engine(WorkerRank self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,
@@ -129,13 +141,7 @@ void Engine::DropSend(ContextRecord& context, EdgeId edge) {
   AwaitMemory([&] {
     for (const auto& run : context.Passes()) run->OnLostSend(edge);
   });
-  if (dropped == nullptr) return;
-  // The graph that may end with it is its user's, and the thread may be the clock's. This one keeps
-  // it until there is memory for the task, and the task empties what both hold: so it ends there,
-  // whichever of the two lets go last.
-  const auto held = AwaitMemory(
-      [&] { return std::make_shared<std::shared_ptr<SourceNode>>(std::move(dropped)); });
-  AwaitMemory([&] { services_.pool.Schedule([held] { held->reset(); }); });
+  if (dropped != nullptr) EndOnPool(services_.pool, std::move(dropped));
 }
 
 absl::Status Engine::RecordRecv(const std::shared_ptr<ContextRecord>& context, EdgeEnd end,
@@ -436,6 +442,9 @@ void Engine::ReleaseFrom(ContextId id, std::optional<WorkerRank> from,
 void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,
                  absl::FunctionRef<absl::Status()> why) {
   ContextRecord::Released released = context.Release();
+  const absl::Cleanup end = [&] {
+    if (from.has_value() && !released.empty()) EndOnPool(services_.pool, std::move(released));
+  };
   for (const auto& run : released.passes) {
     if (from.has_value())
       run->Fail(why());
@@ -445,11 +454,6 @@ void Engine::End(ContextRecord& context, std::optional<WorkerRank> from,
   for (WorkerRank peer : context.Peers()) {
     if (peer == from || peer == services_.self) continue;
     Send(peer, {.kind = Notice::Kind::kRelease, .context = context.id()});
-  }
-  // Whoever hears of it from another worker may be the thread of the sockets, which must not wait.
-  if (from.has_value() && released.observer != nullptr) {
-    services_.pool.Schedule(
-        [observer = std::move(released.observer)]() mutable { observer = nullptr; });
   }
 }
 

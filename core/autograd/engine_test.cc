@@ -34,6 +34,7 @@
 #include "absl/time/time.h"
 #include "core/autograd/context_registry.h"
 #include "core/autograd/notice.h"
+#include "core/base/await_memory.h"
 #include "core/base/blocking.h"
 #include "core/base/clock.h"
 #include "core/base/event_loop.h"
@@ -882,6 +883,46 @@ TEST_F(EngineTest, WhatIsNotSentEndsOnThePoolWithoutMemory) {
   AwaitPool();
   EXPECT_EQ(here_ended, 0);
   EXPECT_EQ(elsewhere_ended, 2 * kMany);
+}
+
+// The thread that hears of it may be that of the sockets or the clock's.
+TEST_F(EngineTest, WhatAnotherWorkerReleasesEndsOnThePoolWithoutMemory) {
+  float values[2] = {1, 1};
+  const std::thread::id here = std::this_thread::get_id();
+  std::atomic<int> here_ended{0}, elsewhere_ended{0};
+  const auto leaf = [&] {
+    return at::from_blob(values, {2},
+                         [&](void*) {
+                           ++(std::this_thread::get_id() == here ? here_ended : elsewhere_ended);
+                         })
+        .requires_grad_();
+  };
+  int ended = 0;
+  const auto context_with_graph = [&](uint64_t number) {
+    const auto context = contexts_.FindOrAdd(MakeId(kOther, number), /*edge=*/0);
+    EXPECT_TRUE(context.ok()) << context.status();
+    for (const WorkerRank peer : {kPeer, kOther}) EXPECT_TRUE((*context)->AddPeer(peer).ok());
+    EXPECT_TRUE(engine_.RecordSend(**context, kPeer, Engine::MakeSend({leaf() * 2})).ok());
+    (*context)->AddToGradient(leaf(), at::ones({2}));
+    ended += 2;
+    return (*context)->id();
+  };
+  Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = context_with_graph(1)});
+  AwaitPool();
+  EXPECT_EQ(elsewhere_ended, ended);
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const ContextId id = context_with_graph(nth + 2);
+    const absl::Status why = absl::UnavailableError("it is gone");
+    FailAllocation(nth);
+    AwaitMemory([&] { engine_.OnPeerLost(kOther, contexts_.begun(), why); });
+    failed = FailAllocation(-1);
+    EXPECT_EQ(contexts_.Find(id), nullptr);
+    AwaitPool();
+    EXPECT_EQ(elsewhere_ended, ended);
+  }
+  EXPECT_EQ(here_ended, 0);
 }
 
 // Two workers that leave may each have made a context of the other's: whoever hears in the middle
