@@ -90,6 +90,20 @@ ln -s disk link
 touch -d "2 days ago" disk/pruned
 prune link 2
 same "behind a link" "disk/ac/new" "$(find disk/ac disk/cas -type f)"
+# Names of far more than a pipe's 64 KiB, of which most stay.
+mkdir many
+name=$(printf '%0100d' 0)
+for ((i = 0; i < 3000; ++i)); do echo "$i" >"many/$name$i"; done
+kilobytes=$(find many -type f -printf '%k\n' | awk '{ sum += $1 } END { print sum }')
+megabytes=$((kilobytes / 1024 * 9 / 10))
+# As tools/bazel calls it, where what fails ends all: behind a || it would not.
+bash -euo pipefail -c 'source "$1"; prune many "$2"' prune "$tools/machine.sh" $megabytes ||
+  same "the status with many files" 0 $?
+if [[ ! -e many/pruned ]]; then same "many files" pruned "not pruned"; fi
+left=$(find many -type f -name '0*' -printf '%k\n' | awk '{ sum += $1 } END { print sum }')
+if ((left > megabytes * 1024 * 4 / 5 || left < megabytes * 1024 * 3 / 4)); then
+  same "what is left of many files" "four fifths of $megabytes MB" "$left KB"
+fi
 
 # The wrapper itself, with a program in Bazel's place.
 printf '#!/bin/sh\nprintf "%%s\\n" "$@"\n' >real && chmod +x real

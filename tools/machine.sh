@@ -101,7 +101,7 @@ prune() {
       sort -z -n |
       awk -v RS='\0' -v ORS='\0' -v least="$(($2 * 1024 * 4 / 5))" '
         { if (NR == 1) sum = $3
-          if (sum <= least) exit
+          if (sum <= least) next # not exit, which would stop sort in the middle
           sum -= $2
           sub(/^[^ ]+ [^ ]+ [^ ]+ /, ""); print }' |
       xargs -0 -r rm -f --
