@@ -31,8 +31,19 @@ namespace distgrad {
 namespace {
 
 constexpr std::array<int, 4> kSignals = {SIGINT, SIGTERM, SIGHUP, SIGCHLD};
-constexpr std::array<const char*, 6> kJobVariables = {
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+// Those of distgrad would count before the ones that are set here.
+constexpr std::array<const char*, 12> kJobVariables = {"RANK",
+                                                       "LOCAL_RANK",
+                                                       "WORLD_SIZE",
+                                                       "LOCAL_WORLD_SIZE",
+                                                       "MASTER_ADDR",
+                                                       "MASTER_PORT",
+                                                       "DISTGRAD_RANK",
+                                                       "DISTGRAD_LOCAL_RANK",
+                                                       "DISTGRAD_WORLD_SIZE",
+                                                       "DISTGRAD_LOCAL_WORLD_SIZE",
+                                                       "DISTGRAD_NAME",
+                                                       "DISTGRAD_RENDEZVOUS"};
 
 absl::Status SystemError(absl::string_view what) {
   return absl::ErrnoToStatus(errno, absl::StrCat("starting the workers: ", what));

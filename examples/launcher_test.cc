@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <fstream>
 #include <thread>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -66,12 +67,21 @@ class Fifo {
 
 TEST(LauncherTest, TellsEachItsPlace) {
   const std::string file = absl::StrCat(getenv("TEST_TMPDIR"), "/environment");
-  setenv("MASTER_ADDR", "elsewhere", 1);
+  // As where a batch script has said that its program is alone.
+  const std::vector<std::pair<const char*, const char*>> set = {
+      {"MASTER_ADDR", "elsewhere"},
+      {"DISTGRAD_RANK", "0"},
+      {"DISTGRAD_WORLD_SIZE", "1"},
+      {"DISTGRAD_LOCAL_RANK", "0"},
+      {"DISTGRAD_LOCAL_WORLD_SIZE", "1"},
+      {"DISTGRAD_NAME", "batch"},
+      {"DISTGRAD_RENDEZVOUS", "env://?rank=0&world_size=1"}};
+  for (const auto& [name, value] : set) setenv(name, value, 1);
   setenv("OMP_NUM_THREADS", "7", 1);
   LaunchOptions options = Job({"env", file});
   options.processes = 3;
   EXPECT_EQ(*Launch(options), 0);
-  unsetenv("MASTER_ADDR");
+  for (const auto& [name, value] : set) unsetenv(name);
 
   std::ifstream in(file);
   const std::string text((std::istreambuf_iterator<char>(in)), {});
@@ -79,7 +89,7 @@ TEST(LauncherTest, TellsEachItsPlace) {
   std::sort(lines.begin(), lines.end());
   ASSERT_EQ(lines.size(), 3);
   const std::vector<std::string> parts = absl::StrSplit(lines[0], ':');
-  EXPECT_THAT(parts[1], MatchesRegex("[0-9]+ threads 7 spins 2000"));
+  EXPECT_THAT(parts[1], MatchesRegex("[0-9]+ threads 7 spins 2000 called ''"));
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(lines[rank], absl::StrCat(rank, "/3 local ", rank, "/3 at 127.0.0.1:", parts[1]));
   }

@@ -56,10 +56,13 @@ int main(int argc, char** argv) {
   const int rank = rank_text == nullptr ? -1 : atoi(rank_text);
   if (what == "env") {
     std::FILE* file = std::fopen(argv[2], "a");
-    std::fprintf(file, "%s/%s local %s/%s at %s:%s threads %s spins %s\n", getenv("RANK"),
-                 getenv("WORLD_SIZE"), getenv("LOCAL_RANK"), getenv("LOCAL_WORLD_SIZE"),
+    const distgrad::JobPlace place =
+        distgrad::JobPlaceFromEnvironment().value().value_or(distgrad::JobPlace{});
+    const char* name = getenv("DISTGRAD_NAME");
+    std::fprintf(file, "%d/%d local %s/%s at %s:%s threads %s spins %s called '%s'\n", place.rank,
+                 place.world_size, getenv("LOCAL_RANK"), getenv("LOCAL_WORLD_SIZE"),
                  getenv("MASTER_ADDR"), getenv("MASTER_PORT"), getenv("OMP_NUM_THREADS"),
-                 getenv("GOMP_SPINCOUNT"));
+                 getenv("GOMP_SPINCOUNT"), name == nullptr ? "" : name);
     return std::fclose(file);
   }
   if (what == "exit") return atoi(argv[2 + rank]);
