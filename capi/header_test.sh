@@ -32,4 +32,10 @@ for compiler in g++ clang++; do
   for standard in c++11 c++14 c++17 c++20; do check $compiler c++ $standard distgrad.h -Wold-style-cast; done
   for standard in c++17 c++20; do check $compiler c++ $standard distgrad.hpp -Wold-style-cast -Wno-padded; done
 done
+# The rules on the first page of the C header are a list, which a formatter may take for one text.
+for rule in Handles Arguments Errors Threads Forks Waiting Callbacks Options Structs Times; do
+  grep -qE "^ \*   $rule +[A-Za-z]" "$include/distgrad/distgrad.h" && continue
+  echo "FAILED: no line of distgrad.h begins with the rule of $rule"
+  failed=1
+done
 exit $failed

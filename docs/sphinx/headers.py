@@ -109,7 +109,9 @@ def read_c(path):
     with open(path, encoding="utf-8") as file:
         lines = file.read().split("\n")
     end = next(i for i, line in enumerate(lines) if line.strip() == "*/")
-    top = comment_lines(lines[:end + 1])
+    # Before it stands a word to the formatter.
+    first = next(i for i, line in enumerate(lines) if "*/" not in line)
+    top = comment_lines(lines[first:end + 1])
     begin = next(i for i, line in enumerate(lines) if re.match(r"/\* -{10,} ", line))
     sections, comment, item, i = [], [], None, begin
 

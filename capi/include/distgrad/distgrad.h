@@ -1,3 +1,4 @@
+/* clang-format off */
 /* distgrad: distributed autograd over RPC.
  *
  * This header is the whole public interface. It is C99 and includes nothing of torch; the library
@@ -37,9 +38,11 @@
  *              Fields are only ever added at the end.
  *   Structs    have no padding, so that all their bytes are what a program or the library has set:
  *              a number that stands alone has 64 bits there also if it needs fewer (a rank, a
- * kind). Times      are in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time
- * at all; in options, the default.
+ *              kind).
+ *   Times      are in milliseconds from now. DG_FOREVER: no limit. 0 as an argument is no time at
+ *              all; in options, the default.
  */
+/* clang-format on */
 #ifndef DISTGRAD_DISTGRAD_H_
 #define DISTGRAD_DISTGRAD_H_
 
