@@ -271,7 +271,7 @@ class Finder {
           ": set the options rank and world_size, or RANK and WORLD_SIZE as launchers do"));
     }
     place_.rank = 0;
-    place_.world_size = place_.local_world_size = 1;
+    place_.world_size = 1;
     return absl::OkStatus();
   }
 

@@ -94,7 +94,7 @@ const Variables kPod = {{"PET_NODE_RANK", "1"},
 
 const Variables kAddress = {{"MASTER_ADDR", "head"}, {"MASTER_PORT", "4711"}};
 
-TEST(FindPlaceTest, NobodySays) { EXPECT_EQ(Summary(Find({})), "0/1 0/1"); }
+TEST(FindPlaceTest, NobodySays) { EXPECT_EQ(Summary(Find({})), "0/1 0/0"); }
 
 TEST(FindPlaceTest, Plain) {
   EXPECT_EQ(Summary(Find(kPlain)), "3/8 0/0 tcp://node0:29500 client");
@@ -165,7 +165,7 @@ TEST(FindPlaceTest, Slurm) {
   EXPECT_EQ(Summary(Find(With(kSrun, {{"SLURM_NTASKS", "64"}, {"SLURM_STEP_NUM_TASKS", "6"}}))),
             "5/6 1/2 tcp://gpu013:24465 client");
   // The shell of an allocation, in which srun has started nothing.
-  EXPECT_EQ(Summary(Find(With(kSrun, {{"SLURM_PROCID", "-"}}))), "0/1 0/1");
+  EXPECT_EQ(Summary(Find(With(kSrun, {{"SLURM_PROCID", "-"}}))), "0/1 0/0");
 }
 
 TEST(FindPlaceTest, OpenMpi) {
