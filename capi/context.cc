@@ -128,11 +128,12 @@ dg_error* dg_context_gradients(const dg_context* context,
     DG_RETURN_IF_ERROR(CheckCallback(visit != nullptr, "visit"));
     DG_ASSIGN_OR_RETURN(const Pinned<ContextObject> pinned, Pin<ContextObject>(context, "context"));
     DG_ASSIGN_OR_RETURN(const auto gradients, pinned->context.Gradients());
+    std::vector<std::pair<OwnedHandle<TensorObject>, OwnedHandle<TensorObject>>> handles;
     for (const auto& [leaf, gradient] : gradients) {
-      const auto leaf_handle = NewOwnedHandle<TensorObject>(leaf);
-      const auto gradient_handle = NewOwnedHandle<TensorObject>(gradient);
-      visit(user_data, leaf_handle.get(), gradient_handle.get());
+      handles.emplace_back(NewOwnedHandle<TensorObject>(leaf),
+                           NewOwnedHandle<TensorObject>(gradient));
     }
+    for (const auto& [leaf, gradient] : handles) visit(user_data, leaf.get(), gradient.get());
     return absl::OkStatus();
   });
 }

@@ -262,6 +262,61 @@ TEST_F(NoMemoryTest, Futures) {
   dg_context_destroy(context);
 }
 
+// What was visited before an error would be visited again by the next call.
+TEST_F(NoMemoryTest, AnErrorVisitsNothing) {
+  dg_tensor* other = nullptr;
+  ExpectOk(dg_tensor_clone(parameter_, &other));
+  ExpectOk(dg_tensor_require_grad(other));
+  dg_tensor* const product = Op(DG_STR("aten::mul.Tensor"), parameter_, other);
+  dg_values* sums = nullptr;
+  const std::array<dg_value, 1> of_product = {dg_value_tensor(product)};
+  ExpectOk(dg_op_call(DG_STR("aten::sum"), of_product.data(), 1, &sums));
+  dg_value sum = {};
+  ExpectOk(dg_values_get(sums, 0, &sum));
+  const std::array<const dg_tensor*, 1> roots = {sum.as.tensor};
+  dg_context* context = nullptr;
+  ExpectOk(dg_context_create(worker_, &context));
+  ExpectOk(dg_context_backward(context, roots.data(), 1, nullptr));
+  const std::array<const dg_tensor*, 2> parameters = {parameter_, other};
+  dg_optimizer* optimizer = nullptr;
+  ExpectOk(
+      dg_optimizer_create_adam(nullptr, DG_STR(""), parameters.data(), 2, nullptr, &optimizer));
+  ExpectOk(dg_optimizer_step(optimizer, context));
+  const std::string path = folder_ + "/two.safetensors";
+  const std::array<dg_str, 2> names = {DG_STR("a"), DG_STR("b")};
+  ExpectOk(dg_safetensors_save(ToStr(path), names.data(), parameters.data(), 2, nullptr, 0));
+
+  const auto count = [](void* visits, dg_str, const dg_tensor*) { ++*static_cast<int*>(visits); };
+  const std::vector<std::function<dg_error*(int* visits)>> all = {
+      [&](int* visits) {
+        return dg_context_gradients(
+            context,
+            [](void* counted, const dg_tensor*, const dg_tensor*) {
+              ++*static_cast<int*>(counted);
+            },
+            visits);
+      },
+      [&](int* visits) { return dg_optimizer_state(optimizer, count, visits); },
+      [&](int* visits) { return dg_safetensors_load(ToStr(path), count, visits); }};
+  for (size_t i = 0; i < all.size(); ++i) {
+    bool failed = true;
+    for (int nth = 0; failed && !HasFailure(); ++nth) {
+      SCOPED_TRACE(absl::StrCat("function ", i, ", allocation ", nth));
+      int visits = 0;
+      FailAllocation(nth);
+      dg_error* const error = all[i](&visits);
+      failed = FailAllocation(-1);
+      EXPECT_TRUE(error == nullptr ? visits >= 2 : visits == 0) << visits;
+      dg_error_destroy(error);
+    }
+  }
+  dg_optimizer_destroy(optimizer);
+  dg_context_destroy(context);
+  dg_values_destroy(sums);
+  dg_tensor_destroy(product);
+  dg_tensor_destroy(other);
+}
+
 TEST_F(NoMemoryTest, Operators) {
   const std::array<dg_value, 1> arguments = {dg_value_tensor(parameter_)};
   const End<dg_values> end = [](dg_values* made) {
