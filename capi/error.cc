@@ -108,7 +108,10 @@ Deadline ToDeadline(int64_t timeout_ms, Deadline if_zero) {
 }
 
 int64_t ToTimeoutMs(Deadline deadline) {
-  return std::max(int64_t{1}, absl::ToInt64Milliseconds(std::min(deadline.Left(), kNoLimit)));
+  const absl::Duration left = deadline.Left();
+  // Of what was no limit, some has passed since.
+  if (left > kNoLimit / 2) return DG_FOREVER;
+  return std::max(int64_t{1}, absl::ToInt64Milliseconds(left));
 }
 
 absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,

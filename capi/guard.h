@@ -82,7 +82,7 @@ absl::Duration ToTimeout(int64_t timeout_ms, absl::Duration if_zero);
 // Returns now plus timeout_ms, in the same way.
 Deadline ToDeadline(int64_t timeout_ms, Deadline if_zero);
 
-// Returns the milliseconds left until then, at least 1.
+// Returns the milliseconds left until then, at least 1; DG_FOREVER where there is no limit.
 int64_t ToTimeoutMs(Deadline deadline);
 
 absl::Status CheckOptionsSize(size_t given, size_t first, size_t known, const void* options,

@@ -90,6 +90,11 @@ static dg_error* hold(void* user_data, const dg_request* request, dg_message** r
   while (sem_wait(&released) != 0) continue;
   return NULL;
 }
+/* The same for callers without a deadline. */
+static dg_error* hold_for_ever(void* user_data, const dg_request* request, dg_message** reply) {
+  CHECK(request->timeout_ms == DG_FOREVER);
+  return hold(user_data, request, reply);
+}
 
 static void await_semaphore(sem_t* semaphore, int count) {
   for (int i = 0; i < count; ++i) {
@@ -135,7 +140,7 @@ static void test_end(void) {
   CHECK(sem_init(&released, 0, 0) == 0);
   OK(dg_message_create(NULL, 0, NULL, 0, &empty));
   start(0);
-  OK(dg_worker_register(second, DG_STR("hold"), hold, NULL, NULL));
+  OK(dg_worker_register(second, DG_STR("hold"), hold_for_ever, NULL, NULL));
   for (int i = 0; i < 4; ++i) CHECK(pthread_create(&threads[i], NULL, waits[i], empty) == 0);
   await_semaphore(&begun, 2);
   await_semaphore(&entered, 2);

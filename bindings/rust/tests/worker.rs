@@ -216,6 +216,23 @@ fn backward_and_gradients() {
 }
 
 #[test]
+fn a_caller_without_a_deadline_has_no_timeout() {
+    let worker = alone();
+    worker
+        .register("nested", |request| {
+            let nested = request.caller().call("alone", "waits", &empty())?;
+            Ok(Message::from_payload(format!("{:?} {}", request.timeout(), nested.text()?))?)
+        })
+        .unwrap();
+    worker
+        .register("waits", |request| Ok(Message::from_payload(format!("{:?}", request.timeout()))?))
+        .unwrap();
+    let caller = worker.caller().timeout(Duration::MAX);
+    let reply = caller.call("alone", "nested", &empty()).unwrap();
+    assert_eq!(reply.text().unwrap(), "None None");
+}
+
+#[test]
 fn a_handler_sees_its_callers_context() {
     let worker = alone();
     let kept = weight(&[3.0]);

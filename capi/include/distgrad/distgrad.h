@@ -851,8 +851,9 @@ typedef struct dg_request {
   uint64_t from; /* the caller's rank */
   const dg_message* message;
   const dg_context* context;           /* the caller's; NULL: none */
-  int64_t timeout_ms;                  /* how long the caller still waits, as the handler begins;
-                                        * nested calls get what is left of it */
+  int64_t timeout_ms;                  /* how long the caller still waits, as the handler begins
+                                        * (DG_FOREVER: it has no deadline); nested calls get what
+                                        * is left of it */
   const dg_cancellation* cancellation; /* cancelled as soon as nobody waits for the answer: the
                                         * caller gave up, or is gone; pass it on to nested calls */
 } dg_request;
