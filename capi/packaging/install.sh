@@ -21,7 +21,9 @@ usage() {
   echo "usage: install PREFIX [--link-libtorch]" >&2
   exit 2
 }
-prefix="" copy=(cp -fL)
+# Never into a library that is there: a program may have it loaded.
+prefix="" new_copy=(cp --remove-destination -L)
+copy=("${new_copy[@]}")
 for argument in "$@"; do
   case $argument in
     --link-libtorch) copy=(ln -sf) ;;
@@ -46,7 +48,7 @@ version=$(number DG_ABI_MAJOR).$(number DG_ABI_MINOR)
 
 mkdir -p "$prefix"/include/distgrad "$prefix"/lib/{distgrad,pkgconfig,cmake/distgrad} "$prefix"/share/doc/distgrad
 cp -fL "$capi"/include/distgrad/distgrad.{h,hpp} "$prefix/include/distgrad/"
-cp -fL "$capi/libdistgrad.so.1" "$prefix/lib/"
+"${new_copy[@]}" "$capi/libdistgrad.so.1" "$prefix/lib/"
 chmod u+w "$prefix/lib/libdistgrad.so.1"
 python3 "$capi/packaging/run_path.py" "$prefix/lib/libdistgrad.so.1"
 ln -sf libdistgrad.so.1 "$prefix/lib/libdistgrad.so"

@@ -70,7 +70,18 @@ else
   left_out cmake "no cmake on this machine"
 fi
 # Without --link-libtorch, as the README has it, libtorch is copied: nothing leads out of the folder.
+# Over another installation, whose libraries a program may have loaded: it keeps what it has.
+RUNFILES_DIR=$TEST_SRCDIR "$capi/install" "$PWD/copied" --link-libtorch
+mkdir in_use
+for library in libdistgrad.so.1 distgrad/libc10.so; do
+  rm "copied/lib/$library"
+  echo "of before" >"copied/lib/$library"
+  ln "copied/lib/$library" in_use/
+done
 RUNFILES_DIR=$TEST_SRCDIR "$capi/install" "$PWD/copied"
+for library in in_use/*; do
+  [[ $(head -c 9 "$library") == "of before" ]] || { echo "FAILED: $library was written into" >&2; exit 1; }
+done
 links=$(find copied -type l -lname '/*')
 [[ -z $links ]] || { echo "FAILED: these lead out of the folder: $links" >&2; exit 1; }
 for needed in libc10.so libtorch_cpu.so libtorch/include/ATen/ATen.h; do
