@@ -1,9 +1,6 @@
 //! Finds libdistgrad: by `DISTGRAD_DIR`, an installed tree with `include/` and `lib/`; then by
 //! pkg-config. Without it documentation can be made, and nothing else.
-use std::{
-    env,
-    path::{Path, PathBuf},
-};
+use std::{env, path::PathBuf};
 
 const BRIDGES: [&str; 3] =
     ["src/ffi/bridge.rs", "src/ffi/pipeline.rs", "src/ffi/worker_options.rs"];
@@ -43,7 +40,9 @@ fn main() {
 /// The folders of the headers and of the library.
 fn find() -> Option<(PathBuf, PathBuf)> {
     if let Some(prefix) = env::var_os("DISTGRAD_DIR").filter(|prefix| !prefix.is_empty()) {
-        let prefix = Path::new(&prefix);
+        // A relative path starts in the crate's folder, where cargo runs this; what is told of it
+        // here is used in other folders.
+        let prefix = env::current_dir().expect("a working folder").join(prefix);
         let (include, lib) = (prefix.join("include"), prefix.join("lib"));
         for needed in [include.join("distgrad/distgrad.hpp"), lib.join("libdistgrad.so")] {
             if !needed.exists() {

@@ -40,9 +40,9 @@ def outside(sysroot, store, manifest, features, tar, prefix):
     crate = os.path.dirname(manifest)
     cargo = Cargo(sysroot, store, crate, features, tar=tar)
 
-    def expect(what, code, said, command, variables):
+    def expect(what, code, said, command, variables, folder=None):
         """That `command` ends with 0, or not, and says all of `said`."""
-        result = subprocess.run(["cargo", *command, "--offline"], env=dict(cargo.environment, **variables),
+        result = subprocess.run(["cargo", *command, "--offline"], env=dict(cargo.environment, **variables), cwd=folder,
                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         missing = [text for text in said if text not in result.stdout]
         if missing or (result.returncode == 0) != (code == 0):
@@ -74,6 +74,11 @@ def outside(sysroot, store, manifest, features, tar, prefix):
     for name in ("include", "lib"):
         os.symlink(os.path.join(prefix, name), os.path.join(installed, name))
     expect("by DISTGRAD_DIR, once it is installed", 0, ["Hello process one"], hello, {"DISTGRAD_DIR": installed})
+    # From the crate's folder, where cargo builds; and the program runs in any.
+    expect("by a relative path that is wrong", 1, ["%s/nowhere/include/distgrad/distgrad.hpp is not there" % crate],
+           hello, {"DISTGRAD_DIR": "nowhere"})
+    expect("by a relative path", 0, ["Hello process one"], hello, {"DISTGRAD_DIR": os.path.relpath(installed, crate)},
+           folder="/")
 
     if not shutil.which("pkg-config"):
         return  # the test has said that this part is left out
