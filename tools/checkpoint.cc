@@ -80,7 +80,8 @@ struct Tensors {
   std::vector<std::unique_ptr<SafetensorsFile>> files;
   std::map<std::string, Where> parameters;
   std::map<std::string, Where> optimizers;
-  std::vector<std::pair<std::string, const SafetensorsFile*>> optimizer_files;  // and whose
+  // Whose they are is before each: "optimizer NAME"; "optimizer" for a file that is not of a job.
+  std::vector<std::pair<std::string, const SafetensorsFile*>> optimizer_files;
   std::optional<Manifest> manifest;
   std::string path;
 };
@@ -94,7 +95,9 @@ absl::StatusOr<Tensors> Open(const std::string& given) {
     tensors.files.push_back(std::make_unique<SafetensorsFile>(std::move(file)));
     const SafetensorsFile* const opened = tensors.files.back().get();
     if (of != nullptr && of->optimizer.has_value()) {
-      tensors.optimizer_files.emplace_back(*of->optimizer, opened);
+      tensors.optimizer_files.emplace_back(absl::StrCat("optimizer ", *of->optimizer), opened);
+    } else if (of == nullptr && opened->header().metadata.count("param_groups") > 0) {
+      tensors.optimizer_files.emplace_back("optimizer", opened);
     }
     for (const auto& [name, info] : opened->header().tensors) {
       std::optional<uint32_t> sum;
@@ -212,7 +215,7 @@ absl::StatusOr<std::map<std::string, std::string>> OptionsIn(const Tensors& tens
       group.erase("param_names");
       group.erase("params");
       for (const std::string& name : names) {
-        options[absl::StrCat("optimizer ", optimizer, ": ", name)] =
+        options[absl::StrCat(optimizer, ": ", name)] =
             absl::StrCat(metadata["optimizer"], " ", group.dump());
       }
     }
@@ -281,8 +284,8 @@ absl::StatusOr<bool> Diff(const std::string& a_path, const std::string& b_path) 
     return absl::OkStatus();
   };
   DG_RETURN_IF_ERROR(compare(a.parameters, b.parameters));
-  // A file of parameters alone has no more to be compared.
-  if (a.manifest.has_value() && b.manifest.has_value()) {
+  // A file has no more that a checkpoint could be compared with.
+  if (a.manifest.has_value() == b.manifest.has_value()) {
     DG_RETURN_IF_ERROR(compare(a.optimizers, b.optimizers));
     DG_ASSIGN_OR_RETURN(const auto ones, OptionsIn(a));
     DG_ASSIGN_OR_RETURN(const auto others, OptionsIn(b));
@@ -297,6 +300,8 @@ absl::StatusOr<bool> Diff(const std::string& a_path, const std::string& b_path) 
     for (const auto& [name, options] : others) {
       if (ones.count(name) == 0) say(name, "has options only in the second");
     }
+  }
+  if (a.manifest.has_value() && b.manifest.has_value()) {
     std::map<std::string, std::map<std::string, std::string>> values[2];
     for (const ManifestWorker& worker : a.manifest->workers) {
       if (!worker.values.empty()) values[0][worker.name] = worker.values;
@@ -311,6 +316,14 @@ absl::StatusOr<bool> Diff(const std::string& a_path, const std::string& b_path) 
   }
   if (same) std::printf("they are the same\n");
   return same;
+}
+
+// Of a file of an optimizer there would be its tensors, and not its options.
+absl::StatusOr<Tensors> OpenParameters(const std::string& path) {
+  DG_ASSIGN_OR_RETURN(Tensors tensors, Open(path));
+  if (tensors.manifest.has_value() || tensors.optimizer_files.empty()) return tensors;
+  return absl::InvalidArgumentError(
+      absl::StrCat(tensors.path, " is the file of an optimizer, and has no parameters"));
 }
 
 absl::StatusOr<TensorMap> ReadParameters(const Tensors& from, const std::set<std::string>* only) {
@@ -330,13 +343,13 @@ absl::StatusOr<TensorMap> ReadParameters(const Tensors& from, const std::set<std
 }
 
 absl::Status Merge(const std::string& path, const std::string& file) {
-  DG_ASSIGN_OR_RETURN(const Tensors from, Open(path));
+  DG_ASSIGN_OR_RETURN(const Tensors from, OpenParameters(path));
   DG_ASSIGN_OR_RETURN(const TensorMap tensors, ReadParameters(from, nullptr));
   return SaveSafetensors(tensors, FromUsersFolder(file), {{"format", "pt"}});
 }
 
 absl::Status Split(const std::string& path, int count, const std::string& to) {
-  DG_ASSIGN_OR_RETURN(const Tensors from, Open(path));
+  DG_ASSIGN_OR_RETURN(const Tensors from, OpenParameters(path));
   const std::string folder = FromUsersFolder(to);
   std::error_code error;
   fs::create_directories(folder, error);

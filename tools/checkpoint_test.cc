@@ -122,6 +122,47 @@ TEST_F(CheckpointToolTest, OptimizersWithOtherOptionsAreNotTheSame) {
   EXPECT_EQ(same.status, 0) << same.output;
 }
 
+// Those of one optimizer, as its Save() makes them.
+TEST_F(CheckpointToolTest, FilesOfOptimizersHaveOptionsToo) {
+  std::filesystem::create_directory(folder_);
+  const auto save = [&](const std::string& name, const std::string& optimizer,
+                        const std::string& rate) {
+    const absl::Status saved = SaveSafetensors(
+        {}, absl::StrCat(folder_, "/", name),
+        {{"format", "pt"},
+         {"optimizer", optimizer},
+         {"param_groups",
+          absl::StrCat("[{\"lr\":", rate, ",\"params\":[0],\"param_names\":[\"w\"]}]")}});
+    ASSERT_TRUE(saved.ok()) << saved;
+  };
+  save("a", "SGD", "0.1");
+  save("b", "SGD", "0.2");
+  save("c", "Adam", "0.1");
+  save("d", "SGD", "0.1");
+  const auto diff = [&](const std::string& other) {
+    return Tool(absl::StrCat("diff ", folder_, "/a ", folder_, "/", other));
+  };
+  Result result = diff("b");
+  EXPECT_EQ(result.status, 1) << result.output;
+  EXPECT_EQ(result.output,
+            "'optimizer: w' has the options SGD {\"lr\":0.1} and SGD {\"lr\":0.2}\n");
+  result = diff("c");
+  EXPECT_EQ(result.status, 1) << result.output;
+  EXPECT_EQ(result.output,
+            "'optimizer: w' has the options SGD {\"lr\":0.1} and Adam {\"lr\":0.1}\n");
+  result = diff("d");
+  EXPECT_EQ(result.status, 0) << result.output;
+  // What these make has no options.
+  const std::string out = folder_ + "/out";
+  for (const std::string& arguments : {absl::StrCat("merge ", folder_, "/a ", out),
+                                       absl::StrCat("split ", folder_, "/a 2 ", out)}) {
+    result = Tool(arguments);
+    EXPECT_EQ(result.status, 2) << arguments << ": " << result.output;
+    EXPECT_TRUE(absl::StrContains(result.output, "is the file of an optimizer")) << result.output;
+  }
+  EXPECT_FALSE(std::filesystem::exists(out));
+}
+
 // A checksum differs, and so has something to be said.
 TEST_F(CheckpointToolTest, ElementsDifferIfTheirBytesDo) {
   const double nan = std::numeric_limits<double>::quiet_NaN();
