@@ -3589,6 +3589,61 @@ TEST_P(PipelineTest, ARankThatIsNotToldOfAnEvaluationsEndHearsOfItByTheContext) 
   EXPECT_EQ(status, absl::OkStatus());
 }
 
+// What comes of a step that has begun is no new work, though only its begin is in the context.
+TEST_P(PipelineTest, AWorkerThatLeavesGoesOnWithTheStepsThatItTakesPartIn) {
+  enum Kind { kTrain, kEvaluate, kInFlight, kFails };
+  for (const Kind kind : {kTrain, kEvaluate, kInFlight, kFails}) {
+    SCOPED_TRACE(kind);
+    Cluster cluster(Workers(2));
+    const EqualLayers layers(2);
+    std::atomic<int> forwards{0};  // of stage 0
+    absl::Status left;
+    std::vector<std::map<int, PipelineStage>> of_workers(2);
+    for (int s = 0; s < 2; ++s) {
+      of_workers[s][s] = {.forward = [&, s](Tensors in) -> Tensors {
+                            // What stage 1 has yet to get comes when its worker leaves.
+                            if (s == 0 && ++forwards == 1) {
+                              left = cluster[1].Leave(absl::Now());
+                              TORCH_CHECK(kind != kFails, "stage 0 fails");
+                            }
+                            return layers.Forward(s, in);
+                          },
+                          .loss = Loss,
+                          .step = [](const Context&) { return absl::OkStatus(); }};
+    }
+    auto stages = CreateStages(cluster, std::move(of_workers));
+    const auto pipeline = MakePipeline(cluster, WithSteps(*GPipe(2, 2)));
+    const Tensors x{at::randn({4, 16})}, y{at::randn({4, 16})};
+    {
+      const Context context = cluster[0].NewContext();
+      if (kind == kEvaluate) {
+        EXPECT_EQ(pipeline->Evaluate(x, y).status(), absl::OkStatus());
+      } else if (kind == kInFlight) {
+        absl::StatusOr<PipelineStep> first = pipeline->Start(context, x, y);
+        absl::StatusOr<PipelineStep> second = pipeline->Start(context, x, y);
+        ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
+        EXPECT_EQ(first->Wait().status(), absl::OkStatus());
+        EXPECT_EQ(second->Wait().status(), absl::OkStatus());
+      } else {
+        const absl::Status trained = pipeline->Train(context, x, y).status();
+        if (kind == kTrain) EXPECT_EQ(trained, absl::OkStatus());
+        // It answers what has become of its stages.
+        if (kind == kFails) {
+          EXPECT_THAT(std::string(trained.message()),
+                      AllOf(HasSubstr("stage 0 fails"),
+                            HasSubstr("stage 1 on worker 'worker1' has not stepped")));
+        }
+      }
+    }
+    EXPECT_EQ(left.code(), absl::StatusCode::kDeadlineExceeded) << left;
+    const absl::Status next = pipeline->Evaluate(x, y).status();
+    EXPECT_EQ(next.code(), absl::StatusCode::kUnavailable) << next;
+    EXPECT_THAT(std::string(next.message()), HasSubstr("it is leaving the job"));
+    stages[1] = nullptr;
+    cluster.Kill(1);  // it is to end, and not to wait for the others
+  }
+}
+
 // A step of the same partition that has begun stands before the one whose function still runs.
 TEST_P(PipelineTest, AFunctionOfAStepThatWasReplacedStillKeepsItsStage) {
   Cluster cluster(Workers(1));

@@ -35,10 +35,19 @@ constexpr absl::string_view kOperatorMark = "::";
 constexpr absl::string_view kOwnPrefix = "distgrad.";
 constexpr absl::string_view kOptimizerPrefix = "distgrad.optimizer.";  // those of optimizer.cc
 constexpr absl::string_view kPipelinePrefix = "distgrad.pipeline.";    // those of core/pipeline
+constexpr absl::string_view kStepPrefix = "distgrad.pipeline.begin/";  // that begins a step
 constexpr size_t kMaxName = 1000;                                      // bytes
 static_assert(kMaxName <= kMaxFunctionName);
 
 bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
+
+// Whether a call in no context is of something that began before it: of another worker's context,
+// or of a step of a pipeline. Only the call that begins a step is in its context, for whose end a
+// worker that leaves waits.
+bool GoesOn(absl::string_view function) {
+  return function == kLastContext ||
+         (absl::StartsWith(function, kPipelinePrefix) && !absl::StartsWith(function, kStepPrefix));
+}
 
 }  // namespace
 
@@ -85,9 +94,9 @@ void Server::OnCall(IncomingCall call) {
   const std::shared_ptr<Owner> owner = owner_.lock();
   if (owner == nullptr) return call.Fail(absl::CancelledError("this worker is shutting down"));
   absl::Status refusal = call.refusal();
-  const bool asks_for_last = call.function() == kLastContext && header->context == 0;
+  const bool goes_on = header->context == 0 && GoesOn(call.function());
   const bool leaves =
-      call.from() != parts_.self.rank && !asks_for_last && owner->Refuses(header->context);
+      call.from() != parts_.self.rank && !goes_on && owner->Refuses(header->context);
   if (leaves) {
     refusal = absl::UnavailableError("it is leaving the job");
     if (header->edge == 0) return call.Fail(refusal);
