@@ -575,7 +575,7 @@ TEST_P(PipelineTest, AnErrorNamesStageMicroBatchAndWorkerAndTheNextStepIsGood) {
 TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
   Cluster cluster(Workers(2));
   const EqualLayers layers(2);
-  enum Fault { kNoException, kMeta, kMetaLoss, kNoLoss, kNan };
+  enum Fault { kNoException, kMeta, kMetaLoss, kComplexLoss, kNoLoss, kNan };
   std::atomic<Fault> fault{kNoException};
   const auto stages = MakeStages(
       cluster, {0, 1},
@@ -589,6 +589,7 @@ TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
       [&](Tensors outputs, Tensors targets) {
         const at::Tensor loss = Loss(outputs, targets);
         if (fault == kMetaLoss) return loss.to(at::kMeta);
+        if (fault == kComplexLoss) return loss.to(at::kComplexFloat);
         return fault == kNoLoss ? at::Tensor() : loss;
       });
   const auto pipeline = MakePipeline(cluster, *GPipe(2, 2));
@@ -606,6 +607,9 @@ TEST_P(PipelineTest, OddThingsThatStagesDoArePassedOnOrNamed) {
   EXPECT_THAT(std::string(step(kMetaLoss).status().message()),
               AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker 'worker1'"),
                     HasSubstr("the loss is a meta tensor, which has no value")));
+  EXPECT_THAT(std::string(step(kComplexLoss).status().message()),
+              AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker 'worker1'"),
+                    HasSubstr("the loss is complex")));
   EXPECT_THAT(std::string(step(kNoLoss).status().message()),
               AllOf(HasSubstr("forward of stage 1, micro-batch 0 on worker 'worker1'"),
                     HasSubstr("the loss is not one number")));

@@ -687,6 +687,9 @@ absl::Status RankStep::Forward(const PipelineStage& stage, Cell cell) {
     if (loss.is_meta()) {
       return absl::InvalidArgumentError("the loss is a meta tensor, which has no value");
     }
+    if (plan_.backward && loss.is_complex()) {
+      return absl::InvalidArgumentError("the loss is complex: take a real number of it");
+    }
     if (plan_.backward && !has_history[0]) {
       return absl::FailedPreconditionError("the loss depends on nothing that requires grad");
     }

@@ -25,6 +25,7 @@ struct PipelineStage {
   // what it has returned, before the micro-batch's backward has come, or the evaluation is over.
   std::function<std::vector<at::Tensor>(std::vector<at::Tensor> inputs)> forward;
   // Returns the loss of a micro-batch, one number, from what forward has given; for the last stage.
+  // With a backward it is real.
   std::function<at::Tensor(std::vector<at::Tensor> outputs, std::vector<at::Tensor> targets)> loss =
       nullptr;
   // The numbers of tensors that forward and loss take; with any other number the step fails, and

@@ -525,7 +525,7 @@ impl PipelineStage {
     }
 
     /// Sets the loss of the last stage: of a micro-batch, a tensor of one element, from its outputs
-    /// and targets.
+    /// and targets. With a backward it is real.
     pub fn loss<F>(mut self, loss: F) -> Self
     where
         F: FnMut(&MicroBatch) -> std::result::Result<Tensor, BoxedError> + Send + 'static,

@@ -1606,7 +1606,7 @@ typedef struct dg_pipeline_stage {
    * are what the next stage gets; it has no payload. */
   dg_error* (*forward)(void* user_data, const dg_micro_batch* micro_batch, dg_message** outputs);
   /* Of the last stage: stores the loss of a micro-batch, a tensor of one element, which the library
-   * takes, also with an error. NULL: none. */
+   * takes, also with an error. With a backward it is real. NULL: none. */
   dg_error* (*loss)(void* user_data, const dg_micro_batch* micro_batch, dg_tensor** loss);
   /* What DG_ACTION_STEP does, where a schedule has it (DG_SCHEDULE_ADD_STEPS; else nothing calls
    * this): with the context of the step, borrowed for the call, which has this stage's gradients: a
