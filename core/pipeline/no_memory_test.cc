@@ -2,6 +2,7 @@
 // without, and the next one is as good as any.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -81,6 +82,31 @@ TEST_F(NoMemoryTest, OfAStage) {
       EXPECT_EQ(Train(), absl::OkStatus());
     }
   }
+}
+
+// Behind a stage's step: the step of the pipeline fails, and the stage has stepped.
+TEST(StepNoMemoryTest, AStageThatHasSteppedIsSaidToHave) {
+  Cluster cluster({.workers = 1});
+  const auto stages =
+      *PipelineStages::Create(&cluster[0], "model",
+                              {{0,
+                                {.forward = [w = at::ones({1}).requires_grad_(true)](
+                                                Tensors in) -> Tensors { return {in[0] * w}; },
+                                 .loss = [](Tensors out, Tensors) { return out[0].sum(); },
+                                 .targets = 0,
+                                 .step =
+                                     [](const Context&) {
+                                       FailAllocation(0);
+                                       return absl::OkStatus();
+                                     }}}});
+  const auto pipeline = *Pipeline::Create(
+      &cluster[0],
+      {.name = "model", .workers = {WorkerName(0)}, .schedule = WithSteps(*GPipe(1, 1))});
+  const Context context = cluster[0].NewContext();
+  const absl::Status failed = pipeline->Train(context, {at::ones({1, 1})}, {}).status();
+  EXPECT_EQ(failed.code(), absl::StatusCode::kResourceExhausted) << failed;
+  EXPECT_THAT(std::string(failed.message()),
+              testing::HasSubstr("stage 0 on worker 'worker0' has stepped"));
 }
 
 // Of whoever calls it: no call of the step that failed is on its way any more, for it might come

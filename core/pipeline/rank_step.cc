@@ -349,11 +349,6 @@ std::string RankStep::Describe() const {
   return absl::StrCat("waits for the step before, which ", before->Describe());
 }
 
-Stepped RankStep::stepped() const {
-  absl::MutexLock lock(&mu_);
-  return stepped_;
-}
-
 absl::Status RankStep::CheckEndedWell() const {
   absl::MutexLock lock(&mu_);
   DG_RETURN_IF_ERROR(error_);
@@ -1013,6 +1008,8 @@ absl::Status RankStep::Follow(const Action& action) {
     absl::MutexLock lock(&mu_);
     // One that was stopped goes on no further.
     if (over()) return cancellation_->why();
+    // Before its function runs: behind that there may be no memory for it.
+    if (action.kind == Kind::kStep) stepped_.emplace(action.stage, false);
     action_ = &action;
     steps_ = action.kind == Kind::kStep;
   }

@@ -89,8 +89,6 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   bool busy() const;
   // What the rank does at this moment, or did when it was stopped: "waits in the receive ...".
   std::string Describe() const;
-  // What it has stepped so far.
-  Stepped stepped() const;
   // Whether some stages of the two ranks, or all, are the same.
   bool SharesStagesWith(const RankStep& other) const;
   bool HasSameStagesAs(const RankStep& other) const;
@@ -259,7 +257,7 @@ class RankStep : public std::enable_shared_from_this<RankStep> {
   const char* phase_ ABSL_GUARDED_BY(mu_) = nullptr;     // beyond its list; also when it failed
   Ties ties_ ABSL_GUARDED_BY(mu_);
   bool steps_ ABSL_GUARDED_BY(mu_) = false;  // a stage, at this moment
-  Stepped stepped_ ABSL_GUARDED_BY(mu_);
+  Stepped stepped_ ABSL_GUARDED_BY(mu_);     // false also for one that steps at this moment
   std::vector<Promise<Message>> ends_ ABSL_GUARDED_BY(mu_);  // of those who wait until none does
   bool ran_ ABSL_GUARDED_BY(mu_) = false;                    // had its thread before its end
   bool ended_well_ ABSL_GUARDED_BY(mu_) = false;             // its list, before anybody stopped it
