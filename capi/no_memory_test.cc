@@ -605,6 +605,37 @@ TEST_F(NoMemoryTest, Pipelines) {
   dg_pipeline_stages_destroy(made);
 }
 
+// Of stages that have had a step: the name is free, whichever allocation fails.
+TEST_F(NoMemoryTest, TheEndOfStages) {
+  dg_pipeline_stage stage = DG_PIPELINE_STAGE_INIT;
+  stage.forward = Forward;
+  stage.user_data = parameter_;
+  const std::array<const dg_pipeline_stage*, 1> stages = {&stage};
+  dg_schedule* schedule = nullptr;
+  ExpectOk(dg_schedule_create_gpipe(1, 1, &schedule));
+  dg_pipeline* pipeline = nullptr;
+  ExpectOk(dg_pipeline_create(worker_, DG_STR("model"), schedule, &name_, 1, nullptr, &pipeline));
+  dg_tensor* batch = nullptr;
+  ExpectOk(dg_tensor_detach(parameter_, &batch));
+  const std::array<const dg_tensor*, 1> inputs = {batch};
+  int nth = 0;
+  for (bool failed = true; failed && !HasFailure(); ++nth) {
+    SCOPED_TRACE(nth);
+    dg_pipeline_stages* made = nullptr;
+    ExpectOk(dg_pipeline_stages_create(worker_, DG_STR("model"), stages.data(), 1, nullptr, &made));
+    dg_pipeline_result* result = nullptr;
+    ExpectOk(dg_pipeline_evaluate(pipeline, inputs.data(), 1, nullptr, 0, nullptr, &result));
+    dg_pipeline_result_destroy(result);
+    FailAllocation(nth);
+    dg_pipeline_stages_destroy(made);
+    failed = FailAllocation(-1);
+  }
+  EXPECT_GT(nth, 1);
+  dg_tensor_destroy(batch);
+  dg_pipeline_destroy(pipeline);
+  dg_schedule_destroy(schedule);
+}
+
 TEST_F(NoMemoryTest, Groups) {
   dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
   dg_process_group* group = nullptr;

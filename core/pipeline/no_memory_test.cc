@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "core/pipeline/pipeline.h"
@@ -107,6 +108,23 @@ TEST(StepNoMemoryTest, AStageThatHasSteppedIsSaidToHave) {
   EXPECT_EQ(failed.code(), absl::StatusCode::kResourceExhausted) << failed;
   EXPECT_THAT(std::string(failed.message()),
               testing::HasSubstr("stage 0 on worker 'worker0' has stepped"));
+}
+
+// Of whoever ends stages that have had a step.
+TEST(StagesNoMemoryTest, TheirEndWaitsForMemory) {
+  Cluster cluster({.workers = 1});
+  const auto pipeline = *Pipeline::Create(
+      &cluster[0], {.name = "model", .workers = {WorkerName(0)}, .schedule = *GPipe(1, 1)});
+  FailEachAllocation([&](absl::FunctionRef<void()> lack) {
+    auto stages = PipelineStages::Create(
+        &cluster[0], "model", {{0, {.forward = [](Tensors in) -> Tensors { return in; }}}});
+    EXPECT_TRUE(stages.ok()) << stages.status();
+    if (!stages.ok()) return false;
+    EXPECT_EQ(pipeline->Evaluate({at::ones({1, 1})}).status(), absl::OkStatus());
+    lack();
+    stages->reset();
+    return FailAllocation(-1);
+  });
 }
 
 // Of whoever calls it: no call of the step that failed is on its way any more, for it might come

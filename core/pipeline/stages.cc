@@ -17,6 +17,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/await_memory.h"
 #include "core/base/cancellation.h"
 #include "core/base/processors.h"
 #include "core/base/sleepers.h"
@@ -301,17 +302,16 @@ class PipelineStages::Impl {
     unregistered_ = false;
   }
 
+  // Harmless to do twice, also where there was no memory for all of it.
   bool Close(Deadline deadline) {
-    std::vector<std::shared_ptr<RankStep>> steps;  // of those that are there when it is closed
+    std::vector<std::shared_ptr<RankStep>> steps;  // to which no others come once it is closed
     std::vector<RankThread*> threads;              // which last as long as this
     {
       absl::MutexLock lock(&mu_);
-      const bool is_first = !std::exchange(closed_, true);
+      closed_ = true;
       for (auto& [first_stage, rank] : ranks_) {
-        if (is_first) {
-          const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
-          steps.insert(steps.end(), all.begin(), all.end());
-        }
+        const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
+        steps.insert(steps.end(), all.begin(), all.end());
         if (rank.thread != nullptr) threads.push_back(rank.thread.get());
       }
     }
@@ -565,7 +565,10 @@ absl::StatusOr<std::unique_ptr<PipelineStages>> PipelineStages::Create(
   return made;
 }
 
-bool PipelineStages::Close(Deadline deadline) { return impl_->Close(deadline); }
+bool PipelineStages::Close(Deadline deadline) {
+  // A destructor calls it, and nobody would take the stages off after it.
+  return AwaitMemory([&] { return impl_->Close(deadline); });
+}
 
 PipelineStages::~PipelineStages() { Close(Deadline::Never()); }
 
