@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <deque>
+#include <iterator>
+#include <list>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <variant>
 
 #include "absl/base/thread_annotations.h"
@@ -38,9 +40,10 @@ class CompletionQueue {
 
   int descriptor() const { return descriptor_; }
 
-  void Add(uint64_t tag) {
+  // Takes a list of one tag, for which there may be no memory any more.
+  void Add(std::list<uint64_t> tag) {
     absl::MutexLock lock(&mu_);
-    done_.push_back(tag);
+    done_.splice(done_.end(), tag);
     // What was readable stays so. The counter is 0 here, so that the write neither waits nor fails.
     if (done_.size() == 1) eventfd_write(descriptor_, 1);
   }
@@ -48,8 +51,9 @@ class CompletionQueue {
   size_t Take(uint64_t* tags, size_t size) {
     absl::MutexLock lock(&mu_);
     const size_t count = std::min(size, done_.size());
-    std::copy_n(done_.begin(), count, tags);
-    done_.erase(done_.begin(), done_.begin() + static_cast<std::ptrdiff_t>(count));
+    const auto end = std::next(done_.begin(), static_cast<std::ptrdiff_t>(count));
+    std::copy(done_.begin(), end, tags);
+    done_.erase(done_.begin(), end);
     if (count > 0 && done_.empty()) {
       eventfd_t counter = 0;
       eventfd_read(descriptor_, &counter);  // in the lock, so that it takes no later write
@@ -61,7 +65,7 @@ class CompletionQueue {
   int descriptor_ = -1;  // constant once it is open
 
   absl::Mutex mu_;
-  std::deque<uint64_t> done_ ABSL_GUARDED_BY(mu_);
+  std::list<uint64_t> done_ ABSL_GUARDED_BY(mu_);
 };
 
 struct CompletionsObject : HandleObject {
@@ -104,15 +108,16 @@ dg_error* dg_completions_watch(dg_completions* completions, const dg_future* fut
     DG_ASSIGN_OR_RETURN(const Pinned<CompletionsObject> pinned,
                         Pin<CompletionsObject>(completions, "completions"));
     DG_ASSIGN_OR_RETURN(const Pinned<FutureObject> watched, Pin<FutureObject>(future, "future"));
-    const auto add = [queue = std::weak_ptr<CompletionQueue>(pinned->queue), tag](const auto&) {
-      if (const auto alive = queue.lock()) alive->Add(tag);
+    auto add = [queue = std::weak_ptr<CompletionQueue>(pinned->queue),
+                of_this = std::list<uint64_t>{tag}](const auto&) mutable {
+      if (const auto alive = queue.lock()) alive->Add(std::move(of_this));
     };
     std::visit(
         [&](const auto& work) {
           if constexpr (std::is_same_v<std::decay_t<decltype(work)>, RemoteValues>) {
-            work.reply.Then(add);
+            work.reply.Then(std::move(add));
           } else {
-            work.Then(add);
+            work.Then(std::move(add));
           }
         },
         watched->work);

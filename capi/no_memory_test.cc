@@ -636,6 +636,34 @@ TEST_F(NoMemoryTest, TheEndOfStages) {
   dg_schedule_destroy(schedule);
 }
 
+// Each future that is watched gives its tag.
+TEST_F(NoMemoryTest, Completions) {
+  dg_future* call = nullptr;
+  ExpectOk(dg_worker_call_async(worker_, name_, DG_STR("count"), request_, nullptr, &call));
+  bool is_done = false;
+  ExpectOk(dg_future_wait(call, DG_FOREVER, &is_done));
+  ASSERT_TRUE(is_done);
+  dg_completions* completions = nullptr;
+  ExpectOk(dg_completions_create(&completions));
+  std::vector<uint64_t> watched;
+  constexpr uint64_t kAllocations = 5;  // more than a watch makes
+  for (uint64_t tag = 0; tag < 200 * kAllocations; ++tag) {
+    FailAllocation(static_cast<int>(tag % kAllocations));
+    dg_error* const error = dg_completions_watch(completions, call, tag);
+    FailAllocation(-1);
+    if (error == nullptr) watched.push_back(tag);
+    dg_error_destroy(error);
+  }
+  EXPECT_GE(watched.size(), 200u);
+  std::vector<uint64_t> tags(watched.size() + 1);
+  size_t count = 0;
+  ExpectOk(dg_completions_take(completions, tags.data(), tags.size(), &count));
+  tags.resize(count);
+  EXPECT_EQ(tags, watched);
+  dg_completions_destroy(completions);
+  dg_future_destroy(call);
+}
+
 TEST_F(NoMemoryTest, Groups) {
   dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
   dg_process_group* group = nullptr;
