@@ -664,6 +664,35 @@ TEST_F(NoMemoryTest, Completions) {
   dg_future_destroy(call);
 }
 
+// Where there is an error the name is free. What keeps them grows now and then.
+TEST_F(NoMemoryTest, Functions) {
+  const auto handle = [](void*, const dg_request*, dg_message**) -> dg_error* { return nullptr; };
+  const auto handle_later = [](void*, const dg_request*, dg_responder* responder) {
+    dg_error_destroy(dg_responder_answer(responder, nullptr, nullptr));
+  };
+  int errors = 0;
+  for (int number = 0; number < 20; ++number) {
+    for (const bool later : {false, true}) {
+      const std::string name = absl::StrCat("a function with a name of its own, ", number, later);
+      bool made = false;
+      for (int nth = 0; !made && !HasFailure(); ++nth) {
+        SCOPED_TRACE(absl::StrCat(name, ", allocation ", nth));
+        FailAllocation(nth);
+        dg_error* const error =
+            later
+                ? dg_worker_register_responder(worker_, ToStr(name), handle_later, nullptr, nullptr)
+                : dg_worker_register(worker_, ToStr(name), handle, nullptr, nullptr);
+        FailAllocation(-1);
+        made = error == nullptr;
+        if (!made) ++errors;
+        EXPECT_TRUE(made || dg_error_code(error) == DG_RESOURCE_EXHAUSTED) << dg_error_code(error);
+        dg_error_destroy(error);
+      }
+    }
+  }
+  EXPECT_GT(errors, 0);
+}
+
 TEST_F(NoMemoryTest, Groups) {
   dg_process_group_options options = DG_PROCESS_GROUP_OPTIONS_INIT;
   dg_process_group* group = nullptr;

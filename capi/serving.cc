@@ -1,6 +1,8 @@
 // Runs the handlers of a worker, with their requests, responders and cancellations.
+#include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
@@ -88,6 +90,14 @@ absl::Status SharedWorker::Register(std::string function, std::shared_ptr<Handle
   DG_ASSIGN_OR_RETURN(const Use use, Begin());
   const auto ending = [] { return absl::UnavailableError("the worker is ending"); };
   const std::weak_ptr<Handler> weak = handler;
+  {
+    absl::MutexLock lock(&mu_);
+    handlers_.push_back(handler);  // there may be no memory for it once others can call it
+  }
+  absl::Cleanup forget = [&] {
+    absl::MutexLock lock(&mu_);
+    handlers_.erase(std::remove(handlers_.begin(), handlers_.end(), handler), handlers_.end());
+  };
   if (handler->function != nullptr) {
     DG_RETURN_IF_ERROR(use->Register(
         std::move(function), [this, weak, ending](Request& request) -> absl::StatusOr<Message> {
@@ -101,8 +111,7 @@ absl::Status SharedWorker::Register(std::string function, std::shared_ptr<Handle
           return alive == nullptr ? Future<Message>::Of(ending()) : ServeLater(*alive, request);
         }));
   }
-  absl::MutexLock lock(&mu_);
-  handlers_.push_back(std::move(handler));
+  std::move(forget).Cancel();
   return absl::OkStatus();
 }
 
