@@ -158,13 +158,17 @@ class Finder {
     if (place_.rank < 0 || place_.world_size < 0) {
       launcher_ = FindLauncher();
       if (launcher_ != nullptr) {
+        place_.is_launched = true;
         DG_RETURN_IF_ERROR(ReadLauncher(*launcher_));
       } else {
         DG_RETURN_IF_ERROR(NobodySays(url));
       }
     } else if (const Launcher* launcher = FindLauncher();
                launcher != nullptr && SaysThisPlace(*launcher)) {
-      DG_RETURN_IF_ERROR(ReadLocalRank(*launcher, place_.world_size));
+      // They need nothing of it, so what is wrong there is no error of theirs.
+      if (!ReadLocalRank(*launcher, place_.world_size).ok()) {
+        place_.local_rank = place_.local_world_size = 0;
+      }
     }
     if (place_.world_size >= 1 && place_.world_size <= kMaxWorldSize &&
         place_.rank < place_.world_size) {

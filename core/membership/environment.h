@@ -35,6 +35,9 @@ struct Place {
   // The rank among the workers of its machine, and their number; 0 and 0 where nothing says so.
   int local_rank = 0;
   int local_world_size = 0;
+  // Whether a launcher gave the place: only then are these all workers of one machine if they are
+  // as many as the job has. Options may be of another job than the launcher's, of the same size.
+  bool is_launched = false;
   std::string name = {};  // "": not said
 
   // kEnvironment: no store is needed, for it is one worker alone, or has one.

@@ -122,6 +122,10 @@ TEST(FindPlaceTest, Torchrun) {
             "2/4 0/0 tcp://node0:29500 client run run");
   EXPECT_EQ(Summary(Find(With(kTorchrun, {{"DISTGRAD_RANK", "1"}, {"DISTGRAD_WORLD_SIZE", "2"}}))),
             "1/2 0/0 tcp://node0:29500 client run run");
+  // Whoever has said the place needs nothing of these.
+  EXPECT_EQ(Summary(Find({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "3"}},
+                         {.rank = 0, .world_size = 1})),
+            "0/1 0/0");
   // But such a job in a store of its own may be of other processes, too.
   EXPECT_EQ(
       Summary(Find(kTorchrun, {.rank = 3, .world_size = 8, .rendezvous = "file:///tmp/meet"})),

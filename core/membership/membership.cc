@@ -257,7 +257,8 @@ absl::StatusOr<WorkerInfo> Membership::ClaimRank(Deadline deadline) {
 absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
   const auto outcome = store_->Get(kOutcome, deadline);
   if (absl::IsNotFound(outcome.status())) {
-    return absl::DeadlineExceededError("the job that is to be joined has not started");
+    return absl::DeadlineExceededError(
+        "the job that is to be joined has not started (or torchrun has, whose jobs nobody joins)");
   }
   DG_RETURN_IF_ERROR(outcome.status());
   if (!outcome->empty()) return absl::AlreadyExistsError(*outcome);
@@ -267,8 +268,15 @@ absl::StatusOr<WorkerInfo> Membership::ClaimByName(Deadline deadline) {
     const std::string& name = options_.name;
     DG_ASSIGN_OR_RETURN(std::optional<int> rank, RankOf(name, deadline));
     if (!rank.has_value()) {
-      DG_ASSIGN_OR_RETURN(const int next, NextRank(deadline));
-      DG_ASSIGN_OR_RETURN(rank, ClaimName(name, next, deadline));
+      // Looks before it claims: of one claim alone it is known whose it was, however often others
+      // have come and gone since, and they take no more ranks.
+      DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimedKey(name), 0, deadline));
+      if (claims == 0) {
+        DG_ASSIGN_OR_RETURN(const int next, NextRank(deadline));
+        DG_ASSIGN_OR_RETURN(rank, ClaimName(name, next, deadline));
+      } else {
+        DG_ASSIGN_OR_RETURN(rank, SayFirst(name, claims, deadline));
+      }
     }
     if (rank.has_value()) return ClaimIncarnation(*rank, deadline);
     const absl::StatusOr<int> known = ReadNumber(*store_, NameKey(name), deadline);
@@ -306,16 +314,21 @@ absl::StatusOr<std::optional<int>> Membership::RankOf(const std::string& name, D
   return ParseNumber(key, *rank);
 }
 
-// Whoever knows which claim was the first says so: all say the same.
 absl::StatusOr<std::optional<int>> Membership::ClaimName(const std::string& name, int rank,
                                                          Deadline deadline) {
-  const std::string key = ClaimedKey(name);
   const int64_t claim = kOneClaim + rank;
-  DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(key, claim, deadline));
-  const int64_t before = claims - claim;
-  if (before / kOneClaim > 1) return std::nullopt;
-  const int64_t first = before == 0 ? rank : before - kOneClaim;
-  if (first < world_size_ || first >= kMaxRanks) return Malformed(key);
+  DG_ASSIGN_OR_RETURN(const int64_t claims, store_->Add(ClaimedKey(name), claim, deadline));
+  if (claims < claim) return Malformed(ClaimedKey(name));
+  return SayFirst(name, claims == claim ? claims : claims - claim, deadline);
+}
+
+absl::StatusOr<std::optional<int>> Membership::SayFirst(const std::string& name, int64_t claims,
+                                                        Deadline deadline) {
+  if (claims / kOneClaim > 1) return std::nullopt;
+  const int64_t first = claims < kOneClaim ? -1 : claims - kOneClaim;
+  DG_ASSIGN_OR_RETURN(const int ranks, CountRanks(deadline));
+  if (first < world_size_ || first >= ranks) return Malformed(ClaimedKey(name));
+  // Whoever knows it says it: all say the same.
   DG_RETURN_IF_ERROR(store_->Set(NameKey(name), absl::StrCat(first), deadline));
   return static_cast<int>(first);
 }

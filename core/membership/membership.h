@@ -181,6 +181,9 @@ class Membership {
   // where one of several others says so.
   absl::StatusOr<std::optional<int>> ClaimName(const std::string& name, int rank,
                                                Deadline deadline);
+  // Says the rank of the first claim of a name, if by that count it is the only one; else nullopt.
+  absl::StatusOr<std::optional<int>> SayFirst(const std::string& name, int64_t claims,
+                                              Deadline deadline);
   // Claims a rank that this worker's name has. kAlreadyExists if it is that of another one.
   absl::StatusOr<WorkerInfo> ClaimIncarnation(int rank, Deadline deadline);
   absl::StatusOr<WorkerInfo> NextIncarnation(WorkerRank rank, int64_t count);

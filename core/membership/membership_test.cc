@@ -608,21 +608,41 @@ TEST_F(RunningJobTest, WhereTwoHaveDiedAsTheyJoinedUnderOneNameTheErrorSaysSo) {
     ASSERT_TRUE(store_->Add("claimed/" + name, (int64_t{1} << 32) + 2, Later()).ok());
   };
   kill("late");
-  kill("worker2");
+  kill("worker1");
   Membership third(store_, {.name = "late", .join = true});
   EXPECT_EQ(third.Claim(Soon()).status(),
             absl::AlreadyExistsError("worker 'late' cannot join: several workers have asked for "
                                      "this name at once, and the first of them are late, or have "
                                      "ended; if it stays so, take another name"));
-  EXPECT_EQ(Come({.join = true})->name, "worker3");
+  // It has taken no rank.
+  EXPECT_EQ(Come({.join = true})->name, "worker2");
+}
+
+// Nor do those that die later, one after the other, and each after it has looked.
+TEST_F(RunningJobTest, WhereOneHasDiedWithItsClaimAllTheNextOnesHaveItsRank) {
+  Start(1);
+  ASSERT_TRUE(store_->Add("joiners", 1, Later()).ok());
+  ASSERT_TRUE(store_->Add("claimed/late", (int64_t{1} << 32) + 1, Later()).ok());
+  const MembershipOptions options{.name = "late", .join = true, .max_workers = 2};
+  for (int i = 0; i < 3; ++i) {
+    const auto dying = std::make_shared<StoreOfWhoDies>(store_, 3, /*makes_last=*/false);
+    Membership late(dying, options);
+    EXPECT_FALSE(Come(late, "inproc://dead").ok());
+    EXPECT_TRUE(dying->is_gone());
+    EXPECT_TRUE(absl::IsNotFound(store_->Get("name/late", absl::InfinitePast()).status()));
+  }
+  const auto back = Come(options);
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->rank, 1);
 }
 
 // Counters are not signed.
 TEST_F(RunningJobTest, ACounterGivesNobodyTheRankOfAnother) {
   Start(2);
   ASSERT_EQ(Come({.name = "other", .join = true})->rank, 2);
-  for (const int64_t claimed : {int64_t{-1}, int64_t{7}, int64_t{1} << 32, (int64_t{1} << 32) + 1,
-                                (int64_t{1} << 32) + 2, (int64_t{1} << 32) + 70000}) {
+  for (const int64_t claimed :
+       {int64_t{-1}, int64_t{7}, int64_t{1} << 32, (int64_t{1} << 32) + 1, (int64_t{1} << 32) + 2,
+        (int64_t{1} << 32) + 500, (int64_t{1} << 32) + 70000}) {
     const std::string name = absl::StrCat("late", claimed);
     ASSERT_TRUE(store_->Add("claimed/" + name, claimed, Later()).ok());
     EXPECT_FALSE(Come({.name = name, .join = true}).ok()) << claimed;
@@ -676,7 +696,8 @@ TEST_F(RunningJobTest, AJobThatHasNotStartedIsNotJoined) {
   Membership late(store_, {.name = "late", .join = true});
   const auto claimed = late.Claim(Soon());
   EXPECT_EQ(claimed.status(),
-            absl::DeadlineExceededError("the job that is to be joined has not started"));
+            absl::DeadlineExceededError("the job that is to be joined has not started (or torchrun "
+                                        "has, whose jobs nobody joins)"));
 }
 
 TEST_F(RunningJobTest, WhoWasNeverThereIsNotFound) {

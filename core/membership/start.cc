@@ -14,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "absl/synchronization/mutex.h"
+#include "core/base/blocking.h"
 #include "core/base/error_list.h"
 #include "core/base/random.h"
 #include "core/base/status.h"
@@ -53,27 +54,18 @@ class ListedStore : public PrefixStore {
  private:
   // Before the key is set, so that none is forgotten by a worker that dies.
   absl::Status List(const std::string& key, Deadline deadline) {
-    std::string list;
-    {
-      absl::MutexLock lock(&mu_);
-      auto its = ends_.find(key);
-      if (its == ends_.end()) {
-        absl::StrAppend(&list_, "\n", key);
-        its = ends_.emplace(key, list_.size()).first;
-      }
-      if (its->second <= listed_) return absl::OkStatus();
-      list = list_;
+    const BlockingScope blocking;
+    // Held while the store is asked: a shorter list of another thread must not come behind this.
+    absl::MutexLock lock(&mu_);
+    auto its = ends_.find(key);
+    if (its == ends_.end()) {
+      absl::StrAppend(&list_, "\n", key);
+      its = ends_.emplace(key, list_.size()).first;
     }
-    for (;;) {
-      const absl::Status status = store_->Set(name_, list, deadline);
-      absl::MutexLock lock(&mu_);
-      // One that fails may have been written, in place of a longer one.
-      listed_ = status.ok() ? list.size() : 0;
-      DG_RETURN_IF_ERROR(status);
-      // Another thread may have listed more, and must not find its list taken back.
-      if (list == list_) return absl::OkStatus();
-      list = list_;
-    }
+    if (its->second <= listed_) return absl::OkStatus();
+    DG_RETURN_IF_ERROR(store_->Set(name_, list_, deadline));
+    listed_ = list_.size();
+    return absl::OkStatus();
   }
 
   const std::shared_ptr<Store> store_;

@@ -74,7 +74,7 @@ absl::StatusOr<std::string> SaidHost(const std::string& option) {
 
 absl::StatusOr<std::string> DefaultHost(const Place& place) {
   constexpr char kLoopback[] = "127.0.0.1";
-  const bool is_one_machine = place.local_world_size == place.world_size;
+  const bool is_one_machine = place.is_launched && place.local_world_size == place.world_size;
   if (is_one_machine || place.rendezvous.kind != RendezvousUrl::Kind::kTcp) return kLoopback;
   absl::StatusOr<std::string> host = AddressToward(place.rendezvous.host);
   if (host.ok()) return host;

@@ -111,6 +111,7 @@ TEST(CrowdTest, StartedAgainInOneStoreWithARankOfTheirOwn) {
   EXPECT_NE(one->Wait(), 0);
   EXPECT_NE(other->Wait(), 0);
   ExpectAllCallAll(2, of);
+  EXPECT_TRUE(agent->check({"run/crowd/1/worker/0", "run/crowd/2/worker/0"}));
 }
 
 // TensorPipe's own transport, for ours would take a Unix-domain socket here.
