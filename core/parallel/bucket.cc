@@ -109,6 +109,7 @@ std::vector<Bucket> AssignBuckets(absl::Span<const at::Tensor> tensors, size_t b
     Bucket bucket;
     size_t bytes = 0;
     size_t limit = 0;
+    bool begun = false;
   };
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType>, Open> open;
   std::vector<Bucket> full;
@@ -126,7 +127,7 @@ std::vector<Bucket> AssignBuckets(absl::Span<const at::Tensor> tensors, size_t b
     }
     Open& current = open[{fresh.device.type(), fresh.device.index(), fresh.dtype}];
     const size_t size = tensor.numel() * tensor.itemsize();
-    if (current.limit == 0) {
+    if (!std::exchange(current.begun, true)) {
       current.bucket = fresh;
       current.limit = first_bytes > 0 ? first_bytes : bytes;
     }

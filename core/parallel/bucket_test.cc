@@ -38,6 +38,11 @@ TEST(Bucket, IsFullAtItsLimitAndTheFirstEarlier) {
               ElementsAre(ElementsAre(0, 1), ElementsAre(2, 3), ElementsAre(4, 5)));
   EXPECT_THAT(Members(AssignBuckets(six, 400, 150)),
               ElementsAre(ElementsAre(0), ElementsAre(1, 2, 3, 4), ElementsAre(5)));
+  EXPECT_THAT(Members(AssignBuckets(six, 0, 150)),
+              ElementsAre(ElementsAre(0), ElementsAre(1), ElementsAre(2), ElementsAre(3),
+                          ElementsAre(4), ElementsAre(5)));
+  EXPECT_THAT(Members(AssignBuckets({six[0], six[1]}, 0)),
+              ElementsAre(ElementsAre(0), ElementsAre(1)));
   // One that is too large for any has its own.
   EXPECT_THAT(Members(AssignBuckets({at::ones({2}), at::ones({99}), at::ones({2})}, 100)),
               ElementsAre(ElementsAre(0), ElementsAre(1), ElementsAre(2)));
