@@ -150,6 +150,10 @@ TEST_P(CoalescedCollectivesTest, SaysWhichTensorIsNotAsItShouldBe) {
     lists.back()[2] = Tensor();
     EXPECT_THAT(collectives_.Reduce(lists, destination_).status().message(),
                 HasSubstr("has 23 tensors"));
+    lists.assign(devices_.size(), {});
+    lists.back() = {at::ones({2}, at::TensorOptions(devices_.back()))};
+    EXPECT_THAT(collectives_.Reduce(lists, destination_).status().message(),
+                HasSubstr("has 1 tensors, and list 0 0"));
   }
   EXPECT_THAT(
       collectives_.Broadcast({at::ones(1), at::ones(1, at::TensorOptions(fake_device::Device(3)))})

@@ -20,13 +20,14 @@ absl::Status CheckReduce(absl::Span<const c10::Device> devices,
     return absl::InvalidArgumentError(
         absl::StrCat("reduce: ", lists.size(), " lists for ", devices.size(), " devices"));
   }
+  for (size_t i = 1; i < lists.size(); ++i) {
+    if (lists[i].size() == lists[0].size()) continue;
+    return absl::InvalidArgumentError(absl::StrCat("reduce: list ", i, " has ", lists[i].size(),
+                                                   " tensors, and list 0 ", lists[0].size()));
+  }
   for (size_t k = 0; k < lists[0].size(); ++k) {
     const at::Tensor* first = nullptr;
     for (size_t i = 0; i < lists.size(); ++i) {
-      if (lists[i].size() != lists[0].size()) {
-        return absl::InvalidArgumentError(absl::StrCat("reduce: list ", i, " has ", lists[i].size(),
-                                                       " tensors, and list 0 ", lists[0].size()));
-      }
       const at::Tensor& tensor = lists[i][k];
       if (!tensor.defined()) continue;
       if (tensor.device() != devices[i]) {
