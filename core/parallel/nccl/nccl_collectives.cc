@@ -81,7 +81,11 @@ absl::StatusOr<TensorVector> NcclCollectives::Reduce(absl::Span<const TensorVect
         continue;
       }
       DG_ASSIGN_OR_RETURN(at::Tensor sum, ReduceBucket(bucket, lists, root));
-      if (there != root) sum = sum.to(destination);
+      if (there != root) {
+        sum = sum.to(destination);
+        // It may have waited for the collective, which an abort ends as well.
+        DG_RETURN_IF_ERROR(communicators_->status());
+      }
       TensorVector parts = Parts(bucket, sum);
       for (size_t i = 0; i < parts.size(); ++i) {
         results[bucket.slots[i].tensor] = std::move(parts[i]);

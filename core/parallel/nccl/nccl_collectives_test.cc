@@ -8,6 +8,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
+#include <ATen/record_function.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
@@ -17,6 +18,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -439,6 +441,33 @@ TEST_F(NcclCollectivesTest, AFailureLaterOnIsNoticedThoughNobodyWaits) {
   script_.ready = [] { return absl::InternalError("communicator of hpu:2: remote error"); };
   clock_.Advance(absl::Milliseconds(200));
   EXPECT_THAT(std::string(collectives.status().message()), HasSubstr("hpu:2"));
+}
+
+// Has the list given up as soon as the sum, whose collective has begun, is on its way to the host:
+// an abort lets the copy go on.
+NcclCollectives* given_up = nullptr;
+
+std::unique_ptr<at::ObserverContext> GiveUpBeforeTheCopy(const at::RecordFunction& op) {
+  if (given_up != nullptr && std::string_view(op.name()) == "aten::to") {
+    std::exchange(given_up, nullptr)->Abort(absl::DeadlineExceededError("too late"));
+  }
+  return nullptr;
+}
+
+TEST_F(NcclCollectivesTest, TheRemainsOfAnAbortedSumAreNoResult) {
+  NcclCollectives& collectives = Make();
+  std::vector<TensorVector> lists;
+  for (const c10::Device device : devices_) lists.push_back({at::ones({4}, device)});
+  script_.ready = [&] {
+    if (!script_.calls.empty()) given_up = &collectives;  // after the first launch
+    return true;
+  };
+  const auto callback =
+      at::addThreadLocalCallback(at::RecordFunctionCallback(&GiveUpBeforeTheCopy));
+  const auto sums = collectives.Reduce(lists, c10::kCPU);
+  at::removeCallback(callback);
+  EXPECT_EQ(sums.status().code(), absl::StatusCode::kDeadlineExceeded) << sums.status();
+  EXPECT_THAT(script_.calls, ElementsAre(HasSubstr("reduce"), "abort"));
 }
 
 TEST_F(NcclCollectivesTest, NothingIsWatchedWhileNothingRuns) {
