@@ -10,13 +10,18 @@
 
 #include <atomic>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "absl/synchronization/barrier.h"
 #include "absl/synchronization/notification.h"
+#include "core/parallel/replica_threads.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/fake_device/fake_device.h"
 
 namespace distgrad {
@@ -160,6 +165,37 @@ TEST(ReplicaThreads, MayBeUsedWithinThemselvesAndByMany) {
   threads.Run(2, [&](size_t) { ++calls; });
   threads.Run(0, [&](size_t) { ++calls; });
   EXPECT_EQ(calls, 11);
+}
+
+// Where there is no memory for the task of one, those before it run already.
+TEST(ReplicaThreads, NoneRunsOnWhenRunHasThrown) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    const std::thread::id caller = std::this_thread::get_id();
+    absl::Notification go;
+    std::once_flag once;
+    std::atomic<int> done{0};
+    const auto let_go = [&] { std::call_once(once, [&go] { go.Notify(); }); };
+    auto threads = std::make_unique<ReplicaThreads>(std::vector(3, kHost));
+    FailAllocation(nth);
+    try {
+      threads->Run(3, [&](size_t i) {
+        if (i == 1 && std::this_thread::get_id() != caller) {
+          go.WaitForNotification();
+        } else {
+          let_go();
+        }
+        ++done;
+      });
+    } catch (...) {  // a lack of memory
+    }
+    failed = FailAllocation(-1);
+    const int done_then = done;
+    let_go();
+    threads = nullptr;  // joins them
+    ASSERT_EQ(done, done_then) << "where allocation " << nth << " failed";
+    if (!failed) EXPECT_EQ(done, 3);
+  }
 }
 
 }  // namespace

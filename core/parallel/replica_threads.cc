@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -56,14 +57,22 @@ void ReplicaThreads::Run(size_t count, absl::FunctionRef<void(size_t)> work) {
     absl::BlockingCounter left(static_cast<int>(count - 1));
     for (size_t i = 1; i < count; ++i) {
       const auto run_as_caller = [&, i] {
-        {
+        try {
           const at::ThreadLocalStateGuard as_caller(state);
           run(i);
+        } catch (...) {  // there is no memory for the state
+          errors[i] = std::current_exception();
         }
         left.DecrementCount();
       };
-      // Without another thread they run one after the other.
-      if (!pool_.Schedule(run_as_caller)) run_as_caller();
+      // Without another thread they run one after the other; and those that run already use what
+      // this function has.
+      bool scheduled = false;
+      try {
+        scheduled = pool_.Schedule(run_as_caller);
+      } catch (const std::bad_alloc&) {
+      }
+      if (!scheduled) run_as_caller();
     }
     run(0);
     const BlockingScope blocking;
