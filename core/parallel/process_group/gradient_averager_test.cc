@@ -508,6 +508,10 @@ TEST(GradientAveragerTest, WhatCannotBeBroadcastIsRefusedOnAllRanksAndHarmsNobod
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
     EXPECT_TRUE(Contains(status, "rank 1 has buffer 'mask': Float [2, 2] on cpu, not dense"))
         << status;
+    // The root alone could do without writing to it.
+    status = create(torch::ones({1}).expand({8}));
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(Contains(status, "buffer 'mask' is of elements that share memory")) << status;
     EXPECT_TRUE(w.equal(torch::full({2}, float(group->rank()))));
     const Tensor mean = torch::full({2}, float(group->rank()));
     EXPECT_TRUE(group->status().ok()) << group->status();

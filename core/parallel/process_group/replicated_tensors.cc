@@ -1,6 +1,7 @@
 // Compares the tensors of the ranks, and gives all of them what one has.
 #include "core/parallel/process_group/replicated_tensors.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
@@ -117,6 +118,9 @@ absl::StatusOr<std::string> ReplicatedTensors::Difference(const std::string& set
 
 std::string ReplicatedTensors::WhyNotBroadcast(const at::Tensor& tensor) const {
   if (!AssignBuckets({tensor}, 1).front().flat) return "not dense";
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    return "of elements that share memory";
+  }
   const c10::Device device = group_->device();
   if (device.is_cuda() && tensor.device() != device) {
     return c10::str("not on ", device, ", which NCCL has for this group");
