@@ -104,6 +104,22 @@ TEST(GradientAveragerTest, StridesNeedNotBeTheSameOnAllRanks) {
   });
 }
 
+// Nor do graphs notice what batch norm itself writes to its statistics.
+TEST(GradientAveragerTest, BuffersOfRank0LeaveGraphsThatHaveSavedThemValid) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2}), scale = torch::full({2}, 2.0f);
+    const auto averager = NewAverager(group, {{"w", w}}, {{"scale", scale}});
+    const Tensor first = (w * scale).sum(), second = (w * scale).sum(), third = (w * scale).sum();
+    scale.data().fill_(group->rank() + 3.0f);
+    EXPECT_EQ(StatusOfBackward(first), absl::OkStatus());
+    EXPECT_TRUE(scale.equal(torch::full({2}, 3.0f))) << scale;
+    EXPECT_EQ(StatusOfBackward(second), absl::OkStatus());
+    ContextRecord context(1);
+    EXPECT_EQ(averager->Average(context), absl::OkStatus());
+    EXPECT_EQ(StatusOfBackward(third), absl::OkStatus());
+  });
+}
+
 TEST(GradientAveragerTest, BackwardEndsWithAverages) {
   RunRanks(3, [](Group group) {
     const double rank = group->rank();

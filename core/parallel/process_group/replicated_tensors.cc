@@ -173,7 +173,9 @@ absl::Status ReplicatedTensors::Broadcast(int root) const {
 }
 
 absl::Status ReplicatedTensors::BroadcastBuffers(int root) const {
-  return group_->Broadcast(Tensors(buffers_), root);
+  std::vector<at::Tensor> tensors;
+  for (const NamedTensor& each : buffers_) tensors.push_back(each.tensor.data());
+  return group_->Broadcast(tensors, root);
 }
 
 }  // namespace distgrad

@@ -36,6 +36,8 @@ class ReplicatedTensors {
 
   // Gives every rank what that one has.
   absl::Status Broadcast(int root) const;
+  // Writes past the version counters, as batch norm does: a graph that has saved a buffer may still
+  // go backward, on each rank.
   absl::Status BroadcastBuffers(int root) const;
   bool has_buffers() const { return !buffers_.empty(); }
 
