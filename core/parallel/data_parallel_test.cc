@@ -10,8 +10,11 @@
 #include <functional>
 #include <string>
 
+#include "core/parallel/new_device_collectives.h"
+#include "core/parallel/replicas.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/testing/fail_allocation.h"
 #include "tests/testing/fake_device/fake_device.h"
 
 namespace distgrad {
@@ -459,6 +462,28 @@ TEST(DataParallel, Nests) {
   const Tensor x = torch::rand({8, 2});
   RunDataParallel(function, {}, x, {kHost, kHost}).sum().backward();
   EXPECT_TRUE(linear->bias.grad().equal(torch::full({2}, 16.0f)));
+}
+
+TEST(Replicas, AFailedRefreshFreezesNothing) {
+  FailEachAllocation([](absl::FunctionRef<void()> lack) {
+    nn::Linear linear(2, 2);
+    Replicas replicas(linear.ptr(), *NewDeviceCollectives({kHost, kHost}),
+                      {.bucket_bytes = 1, .first_bucket_bytes = 1});
+    lack();
+    try {
+      replicas.Refresh(2);
+    } catch (...) {  // a lack of memory
+    }
+    const bool failed = FailAllocation(-1);
+    replicas.Refresh(2);
+    for (size_t i = 0; i < 2; ++i) {
+      replicas.Install(i);
+      for (const Tensor& parameter : replicas.modules()[i]->parameters()) {
+        EXPECT_TRUE(parameter.requires_grad());
+      }
+    }
+    return failed;
+  });
 }
 
 }  // namespace

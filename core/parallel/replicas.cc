@@ -141,7 +141,7 @@ std::optional<c10::Stream> Replicas::SideStream() {
 void Replicas::MakeEdges() {
   // Nodes expect their gradients on the streams that are current when they are made.
   std::vector<c10::Stream> streams = CurrentStreams(collectives_->devices());
-  bool changed = edges_made_ == 0 || streams != streams_;
+  bool changed = !std::exchange(edges_complete_, false) || streams != streams_;
   streams_ = std::move(streams);
   std::optional<c10::Stream> reader;
   std::optional<c10::MultiStreamGuard> on_side_stream;
@@ -155,7 +155,10 @@ void Replicas::MakeEdges() {
     changed = changed || edge != source.edge;
     source.edge = std::move(edge);
   }
-  if (!changed) return;
+  if (!changed) {
+    edges_complete_ = true;
+    return;
+  }
   ++edges_made_;
   // Gradients come in the reverse order, more or less.
   TensorVector reversed(sources_.size());
@@ -186,6 +189,7 @@ void Replicas::MakeEdges() {
       source.slots = static_cast<uint32_t>(bucket.slots.size());
     }
   }
+  edges_complete_ = true;
 }
 
 void Replicas::Refresh(size_t count) {

@@ -106,6 +106,7 @@ class Replicas {
   std::vector<Source> sources_;
   std::vector<TensorVector> values_;  // by replica and source; undefined where memory is shared
   uint64_t edges_made_ = 0;
+  bool edges_complete_ = false;       // no exception has come between
   std::vector<c10::Stream> streams_;  // that were current when the edges were made
   std::optional<c10::Stream> side_stream_;
 
