@@ -21,6 +21,7 @@
 #define DISTGRAD_CORE_PARALLEL_DATA_PARALLEL_H_
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <atomic>
 #include <cstdint>
@@ -122,6 +123,7 @@ class DataParallel {
                                                                {.dim = core_.options.dim});
     if (core_.OnModuleItself(parts.size())) {
       M* const module = module_.get();
+      const c10::DeviceGuard on_device(core_.devices()[0]);
       return internal::ToDevice<Output>(internal::Call(module, std::move(parts[0])),
                                         core_.output_device());
     }

@@ -2,6 +2,8 @@
 #include "core/parallel/data_parallel.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/autograd.h>
 #include <torch/cuda.h>
 #include <torch/nn.h>
@@ -187,6 +189,27 @@ TEST_P(DataParallelTest, TwoForwardsBeforeOneBackward) {
   const Tensor both = parallel.Forward(a).sum() + parallel.Forward(b).sum();
   both.backward();
   EXPECT_TRUE(torch::allclose(net->first->weight.grad().cpu(), want.cpu(), 1e-5, 1e-6));
+}
+
+TEST_P(DataParallelTest, ABatchOfOnePartSeesTheSameCurrentDevice) {
+  struct LookImpl : nn::Cloneable<LookImpl> {
+    LookImpl() { reset(); }
+    void reset() override { weight = register_parameter("weight", torch::ones({1})); }
+    Tensor forward(const Tensor& x) {
+      const c10::Device here = x.device();
+      if (!here.is_cpu()) {
+        EXPECT_EQ(c10::impl::VirtualGuardImpl(here.type()).getDevice(), here);
+      }
+      return x * weight;
+    }
+    Tensor weight;
+  };
+  const auto look = std::make_shared<LookImpl>();
+  look->to(devices()[0]);
+  DataParallel parallel(look, {.devices = devices()});
+  const c10::DeviceGuard elsewhere(fake_device::Device(2));
+  parallel.Forward(torch::ones({6}));
+  parallel.Forward(torch::ones({1}));
 }
 
 TEST_P(DataParallelTest, SmallAndEmptyBatches) {
