@@ -397,6 +397,31 @@ TEST(DataParallel, SparseGradients) {
   EXPECT_TRUE(got.to_dense().equal(sparse->weight.grad().to_dense()));
 }
 
+TEST(DataParallel, SparseBuffers) {
+  struct GraphImpl : nn::Cloneable<GraphImpl> {
+    GraphImpl() { reset(); }
+    void reset() override {
+      weight = register_parameter("weight", torch::rand({3, 2}));
+      edges = register_buffer("edges", (torch::eye(3) * 2).to_sparse());
+    }
+    Tensor forward(const Tensor& x) { return x.mm(edges.to_dense()).mm(weight); }
+    Tensor weight, edges;
+  };
+  const auto graph = std::make_shared<GraphImpl>();
+  DataParallel parallel(graph, {.devices = {kHost, kHost}});
+  const Tensor x = torch::rand({6, 3});
+  for (int i = 0; i < 2; ++i) {
+    const Tensor output = parallel.Forward(x);
+    EXPECT_TRUE(torch::allclose(output, graph->forward(x)));
+    graph->zero_grad();
+    output.sum().backward();
+    EXPECT_TRUE(torch::allclose(graph->weight.grad(), (x * 2).t().mm(torch::ones({6, 2}))));
+    const torch::NoGradGuard no_grad;
+    graph->edges.mul_(2).div_(2);
+    graph->weight.mul_(2);
+  }
+}
+
 TEST(DataParallel, AutocastIsTheCallers) {
   nn::Linear linear(4, 4);
   DataParallel parallel(linear, {.devices = {kHost, kHost}});

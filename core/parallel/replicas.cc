@@ -64,6 +64,7 @@ uint32_t VersionOf(const at::Tensor& tensor) {
 }
 
 bool SameMemory(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.has_storage() || !b.has_storage()) return false;  // sparse, say
   return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
