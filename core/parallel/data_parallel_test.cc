@@ -56,6 +56,28 @@ struct NetImpl : nn::Cloneable<NetImpl> {
 };
 TORCH_MODULE(Net);
 
+// Graphs save its parameter and its buffer.
+struct ScaleImpl : nn::Cloneable<ScaleImpl> {
+  ScaleImpl() { reset(); }
+  void reset() override {
+    weight = register_parameter("weight", torch::ones({2}));
+    mean = register_buffer("mean", torch::ones({2}));
+    calls = register_buffer("calls", torch::zeros({}));
+  }
+  Tensor forward(const Tensor& x) {
+    mean.data().add_(1);  // as batch norm does: no version counts this
+    calls.add_(1);
+    if (writes) {
+      const torch::NoGradGuard no_grad;
+      weight.mul_(0.5);
+    }
+    return x * weight * mean;
+  }
+  Tensor weight, mean, calls;
+  bool writes = false;
+};
+TORCH_MODULE(Scale);
+
 struct Case {
   std::string name;
   c10::Device home;
@@ -189,6 +211,44 @@ TEST_P(DataParallelTest, TwoForwardsBeforeOneBackward) {
   const Tensor both = parallel.Forward(a).sum() + parallel.Forward(b).sum();
   both.backward();
   EXPECT_TRUE(torch::allclose(net->first->weight.grad().cpu(), want.cpu(), 1e-5, 1e-6));
+}
+
+// As without DataParallel, also where a replica has copies of its own.
+TEST_P(DataParallelTest, AnEarlierGraphNoticesWhatHasChangedAndNothingElse) {
+  Scale scale;
+  scale->to(GetParam().home);
+  DataParallel parallel(scale, {.devices = devices()});
+  const Tensor x = torch::ones({6, 2}).requires_grad_();
+  const auto forward = [&] { return parallel.Forward(x).sum(); };
+  const auto backward = [&](const Tensor& loss) { return torch::autograd::grad({loss}, {x}); };
+  const Tensor first = forward(), second = forward();
+  EXPECT_NO_THROW(backward(first));
+  EXPECT_TRUE(backward(second)[0].equal(torch::full({6, 2}, 3.0f)));
+  for (const Tensor& changed : {scale->weight, scale->mean}) {
+    for (int i = 0; i < 3; ++i) {
+      const Tensor before = forward();
+      {
+        const torch::NoGradGuard no_grad;
+        changed.mul_(3);
+      }
+      const Tensor after = forward();
+      EXPECT_THROW(backward(before), c10::Error) << i;
+      EXPECT_NO_THROW(backward(after)) << i;
+    }
+  }
+}
+
+TEST_P(DataParallelTest, WhatForwardWritesToAParameterIsNotLost) {
+  Scale scale;
+  scale->to(GetParam().home);
+  scale->writes = true;
+  DataParallel parallel(scale, {.devices = devices()});
+  try {
+    parallel.Forward(torch::ones({6, 2}));
+    FAIL() << "no error";
+  } catch (const c10::ValueError& error) {
+    EXPECT_THAT(error.what_without_backtrace(), HasSubstr("wrote to its parameter weight"));
+  }
 }
 
 TEST_P(DataParallelTest, ABatchOfOnePartSeesTheSameCurrentDevice) {

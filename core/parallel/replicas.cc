@@ -2,6 +2,7 @@
 #include "core/parallel/replicas.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -240,12 +241,24 @@ void Replicas::Install(size_t replica) {
     const at::Tensor& own = values_[replica][member.source];
     const at::Tensor& value = own.defined() ? own : source.tensor;
     if (SameMemory(member.tensor, value)) continue;
+    if (own.defined()) {
+      // An earlier graph has saved this tensor itself, and must notice other values, as on the
+      // module's own device.
+      const uint32_t before = VersionOf(member.tensor);
+      const bool same = member.source_version == source.version && member.version == before;
+      member.version = same ? before : before + 1;
+      member.source_version = std::nullopt;  // should there be no memory for the counter
+      c10::VariableVersion counter(member.version);
+      member.tensor.set_data(value);
+      autograd_impl::set_version_counter(member.tensor, std::move(counter));
+      member.source_version = source.version;
+      continue;
+    }
+    member.source_version = std::nullopt;
     member.tensor.set_data(value);
     // What is shared is changed by whoever changes it; then an earlier graph must notice.
-    if (!own.defined() && source.tensor.is_inference()) continue;
-    autograd_impl::set_version_counter(member.tensor, own.defined()
-                                                          ? c10::VariableVersion(0)
-                                                          : autograd_impl::version_counter(value));
+    if (source.tensor.is_inference()) continue;
+    autograd_impl::set_version_counter(member.tensor, autograd_impl::version_counter(value));
   }
   if (edges_installed_[replica] == edges_made_) return;
   edges_installed_[replica] = edges_made_;
@@ -269,11 +282,28 @@ void Replicas::Keep(size_t count) {
                       "replicas: the module wrote to its parameter ", source.name, " in forward; ",
                       sharing, " replicas on ", home_, " share its memory, and cannot all do so");
   }
+  for (size_t i = 0; i < count; ++i) {
+    for (const Member& member : members_[i]) {
+      const Source& source = sources_[member.source];
+      TORCH_CHECK_VALUE(source.is_buffer || !member.source_version.has_value() ||
+                            member.version == VersionOf(member.tensor),
+                        "replicas: the module wrote to its parameter ", source.name,
+                        " in forward; replica ", i, ", on ", collectives_->devices()[i],
+                        ", has a copy of it, and what is written to that is lost");
+    }
+  }
   if (collectives_->devices()[0] == home_) return;
   const at::NoGradGuard no_grad;
   for (const Member& member : members_[0]) {
     const Source& source = sources_[member.source];
-    if (source.is_buffer && !source.tensor.requires_grad()) source.tensor.copy_(member.tensor);
+    if (!source.is_buffer || source.tensor.requires_grad()) continue;
+    {
+      // No version counts what forward wrote past the counter, as batch norm does.
+      const at::AutoDispatchBelowADInplaceOrView below;
+      source.tensor.copy_(member.tensor);
+    }
+    if (member.version == VersionOf(member.tensor) || source.tensor.is_inference()) continue;
+    source.tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 

@@ -6,7 +6,8 @@
 // - on the module's own device every replica shares the parameters' memory, and replica 0 the
 //   buffers', so what it does to them (the statistics of a batch norm) is done to the module;
 // - on other devices, and for other replicas' buffers, they are new memory at each refresh, copied
-//   in flat buckets: a graph that is still to go backward keeps the old values;
+//   in flat buckets; a graph of an earlier forward fails if a version says that they have changed,
+//   as on the module's own device;
 // - parameters that the module has twice, or that are frozen, are so in each replica;
 // - whether each submodule is training is copied at each refresh.
 //
@@ -66,7 +67,7 @@ class Replicas {
   void Install(size_t replica);
 
   // Keeps the buffers of replica 0, after the forward. An error if a module wrote to parameters
-  // that several of the `count` replicas share.
+  // that several of the `count` replicas share, or of which a replica has a copy.
   void Keep(size_t count);
 
  private:
@@ -86,6 +87,10 @@ class Replicas {
   struct Member {
     at::Tensor tensor;
     size_t source;
+    // Where it has memory of its own: the source's version of which it has the values, and its own
+    // when it got them.
+    std::optional<uint32_t> source_version = std::nullopt;
+    uint32_t version = 0;
   };
 
   void MakeEdges();
