@@ -159,6 +159,15 @@ void Agent::Notify(WorkerRank to, Packet notice) {
 // ------------------------------------------------------------------------------- Receiving
 
 absl::Status Agent::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
+  // Of one that was lost as a whole nothing says who waits for it.
+  if (packet.bytes.empty() && !packet.segments_status.ok() && link->peer()) {
+    const WorkerRank from = *link->peer();
+    const absl::Status why = absl::UnavailableError(absl::StrCat(
+        "receiving from worker ", peers_->Describe(from), ": ", packet.segments_status.message()));
+    DG_LOG(ERROR) << why.message();
+    links_->GiveUp(link, from, why);
+    return absl::OkStatus();
+  }
   WireReader reader(packet.bytes);
   DG_ASSIGN_OR_RETURN(const Frame frame, ReadFrame(reader));
   if (frame.kind == FrameKind::kHello) return links_->OnHello(link, reader);

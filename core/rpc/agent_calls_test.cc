@@ -29,11 +29,16 @@ using ::absl::StatusCode;
 // Does to all packets of one agent what it is told. Thread-safe.
 class Fault : public FaultInjector {
  public:
-  Action OnSend(const std::string& from, const std::string&, Packet&) override {
-    return from == of ? action.load() : Action::kDeliver;
+  Action OnSend(const std::string& from, const std::string&, Packet& packet) override {
+    if (from != of) return Action::kDeliver;
+    if (loses_next.exchange(false)) {
+      packet = {.segments_status = absl::ResourceExhaustedError("it is beyond a limit")};
+    }
+    return action.load();
   }
   std::string of;  // set before any is sent
   std::atomic<Action> action{Action::kDeliver};
+  std::atomic<bool> loses_next{false};  // so that its receiver hears no more of it than that
 };
 
 class AgentCallsTest : public ::testing::Test {
@@ -231,6 +236,29 @@ TEST_F(AgentCallsTest, APacketThatIsLostEndsTheConnection) {
   const absl::Status status = a().Call(1, "echo", "x").Wait().status();
   EXPECT_TRUE(absl::StrContains(status.message(), "a packet was refused")) << status;
   faults_->action = FaultInjector::Action::kDeliver;
+  ECHO();
+}
+
+// Nothing says whose they are, so all that is in flight between the two ends; and both ends say
+// why.
+TEST_F(AgentCallsTest, BytesThatAreLostOnTheirWayEndTheConnectionAndSayWhy) {
+  Start();
+  ECHO();
+  const Future<std::string> own = b().Call(0, "keep");
+  const IncomingCall kept = a().service.AwaitKept();
+  faults_->loses_next = true;
+  testing::internal::CaptureStderr();
+  const absl::Status status = a().Call(1, "echo", "x").Wait().status();
+  const absl::Status at_b = own.Wait().status();
+  const std::string log = testing::internal::GetCapturedStderr();
+  const std::string why = "receiving from worker 'a' (0): it is beyond a limit";
+  EXPECT_EQ(status, absl::UnavailableError(absl::StrCat(
+                        "call of 'echo' on worker 'b' (1): the connection with worker 'b' (1) "
+                        "broke: it refused the connection: ",
+                        why)));
+  EXPECT_EQ(at_b.code(), StatusCode::kUnavailable) << at_b;
+  EXPECT_TRUE(absl::StrContains(at_b.message(), why)) << at_b;
+  EXPECT_TRUE(absl::StrContains(log, why)) << log;
   ECHO();
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/synchronization/notification.h"
 #include "tests/integration/team.h"
 
 namespace distgrad {
@@ -108,6 +109,63 @@ TEST_P(LimitsTest, AContextThatHasBeenRefusedFails) {
   const at::Tensor y = team.Run(0, 1, patient, Sin, {x})[0];
   const absl::Status done = patient.Backward({y.sum()});
   EXPECT_TRUE(done.ok()) << done;
+}
+
+// Workers with limits of their own: what one of them sends is beyond those of the other.
+class ReceiversLimitTest : public ::testing::Test {
+ protected:
+  static constexpr char kLimit[] = " bytes; limit message_bytes is 1048576";
+
+  Team team_{2, {.transport = "socket", .limits_of = {{1, {.message_bytes = 1 << 20}}}}};
+  const at::Tensor large_ = at::ones({1 << 19});  // of 2 MiB
+};
+
+TEST_F(ReceiversLimitTest, AMessageBeyondItFailsAlone) {
+  const at::Tensor x = Leaf({1}, 1);
+  Context context = team_[0].NewContext();
+  const at::Tensor y = team_.Run(0, 1, context, Sin, {x})[0];
+  absl::Notification go;
+  const auto wait = [&](Tensors in, Request&) {
+    go.WaitForNotification();
+    return in;
+  };
+  Future<Message> open = team_.Start(0, 1, {}, wait, {x.detach()});
+  ExpectExhausted(
+      team_.Try(0, 1, {}, Sin, {large_}).status(),
+      {"'run' on worker 'worker1' (1): receiving the arguments: the message has 2097", kLimit});
+  const auto make = [&](Tensors, Request&) { return Tensors{large_}; };
+  ExpectExhausted(
+      team_.Try(1, 0, {}, make, {}).status(),
+      {"'run' on worker 'worker0' (0): receiving the answer: the message has 2097", kLimit});
+  go.Notify();
+  EXPECT_TRUE(open.Wait().ok()) << open.Wait().status();
+  EXPECT_TRUE(context.Backward({y.sum()}).ok());
+}
+
+TEST_F(ReceiversLimitTest, OfGradientsBeyondItBothEndsAreTold) {
+  const at::Tensor x = Leaf({1}, 1);
+  Context context = team_[1].NewContext();
+  const auto sum = [](Tensors in, Request&) { return Tensors{in[0].sin().sum()}; };
+  const at::Tensor y = team_.Run(1, 0, context, sum, {x.expand({1 << 19})})[0];
+  const absl::Status done = context.Backward({y});
+  EXPECT_TRUE(absl::StrContains(done.message(), kLimit)) << done;
+  EXPECT_TRUE(team_.Try(1, 0, {}, Sin, {x.detach()}).ok());
+}
+
+// Nothing that was read says whose they are.
+TEST_F(ReceiversLimitTest, BytesBeyondItEndTheConnectionAndSayWhy) {
+  for (int i = 0; i < 2; ++i) {
+    testing::internal::CaptureStderr();
+    const absl::Status why =
+        team_[0].Call("worker1", "run", Message{std::string(2 << 20, 'x'), {}}).status();
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable) << why;
+    for (const std::string& text : {std::string(why.message()), log}) {
+      EXPECT_TRUE(absl::StrContains(text, "worker 'worker0' (0): the message has 2097")) << text;
+      EXPECT_TRUE(absl::StrContains(text, kLimit)) << text;
+    }
+    EXPECT_TRUE(team_.Try(0, 1, {}, Sin, {Leaf({1}, 1).detach()}).ok());
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Transports, LimitsTest, ::testing::Values("inproc", "socket"),

@@ -61,7 +61,7 @@ WorkerOptions Cluster::OptionsOf(int i) const {
           .thread_count = options_.thread_count,
           .timeout = options_.timeout,
           .serve_operators = options_.serve_operators,
-          .limits = options_.limits,
+          .limits = options_.limits_of.count(i) > 0 ? options_.limits_of.at(i) : options_.limits,
           .device_maps = i == 0 ? options_.device_maps : std::map<std::string, DevicePairs>(),
           .gpu_channel = i != 0 || options_.gpu_channel};
 }

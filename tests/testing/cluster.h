@@ -28,6 +28,7 @@ struct ClusterOptions {
   std::shared_ptr<FaultInjector> faults = nullptr;  // for inproc
   std::shared_ptr<Store> store = nullptr;           // one in this process, unless it is given
   Limits limits = {};
+  std::map<int, Limits> limits_of = {};                 // of workers that have others
   std::map<std::string, DevicePairs> device_maps = {};  // of worker 0
   bool gpu_channel = true;                              // of worker 0
   ServeOperators serve_operators = ServeOperators::kSafe;

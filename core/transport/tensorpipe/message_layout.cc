@@ -1,6 +1,8 @@
 // Converts between packets and TensorPipe's messages, and checks what has arrived.
 #include "core/transport/tensorpipe/message_layout.h"
 
+#include <algorithm>
+#include <limits>
 #include <new>
 #include <string>
 #include <utility>
@@ -17,28 +19,41 @@
 namespace distgrad {
 namespace {
 
-// Adds up the sizes of a packet, and stops at the limit.
+// So many segments at most are read only to be dropped, as TensorPipe takes memory for each: those
+// of a worker that has the default limits.
+constexpr size_t kMostDiscarded = 1 << 16;
+
+// Adds up the sizes of a packet. Its errors have the names of the limits of a worker, which gives
+// them to its transport.
 class Budget {
  public:
-  explicit Budget(const PacketLimits& limits) : limits_(limits) {}
+  explicit Budget(const PacketLimits& limits)
+      : segments_(limits.segments),
+        // For more than this a string does not even ask for memory, but throws std::length_error.
+        bytes_(std::min<uint64_t>(limits.bytes, std::string().max_size())) {}
 
-  absl::Status Segments(size_t count) const {
-    if (count <= limits_.segments) return absl::OkStatus();
-    return absl::ResourceExhaustedError(
-        absl::StrCat("a packet of ", count, " segments; the limit is ", limits_.segments));
+  void Spend(uint64_t size) {
+    spent_ += std::min(size, std::numeric_limits<uint64_t>::max() - spent_);
   }
   uint64_t spent() const { return spent_; }
-  absl::Status Spend(uint64_t size) {
-    if (size <= limits_.bytes - spent_) {
-      spent_ += size;
-      return absl::OkStatus();
+  uint64_t bytes() const { return bytes_; }
+  // Of all that was spent, and so many segments.
+  absl::Status Check(size_t segments) const {
+    if (segments > segments_) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the message has ", segments,
+                       " pieces of memory; limit tensors_per_message allows ", segments_));
     }
-    return absl::ResourceExhaustedError(
-        absl::StrCat("a packet of ", spent_, " + ", size, " bytes; the limit is ", limits_.bytes));
+    if (spent_ > bytes_) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("the message has ", spent_, " bytes; limit message_bytes is ", bytes_));
+    }
+    return absl::OkStatus();
   }
 
  private:
-  const PacketLimits limits_;
+  const size_t segments_;
+  const uint64_t bytes_;
   uint64_t spent_ = 0;
 };
 
@@ -65,20 +80,20 @@ absl::Status Malformed(absl::string_view what) {
 const absl::Status* const kNoMemory =
     new absl::Status(absl::ResourceExhaustedError("there is no memory for it"));
 
-// Takes of a packet only its bytes.
+// Takes of a packet only its bytes; and not these, either, if they alone are beyond the limit.
 absl::StatusOr<std::shared_ptr<Incoming>> Discard(tensorpipe::Descriptor descriptor,
                                                   const std::vector<uint32_t>& positions,
-                                                  const absl::Status& why) try {
+                                                  uint64_t limit, const absl::Status& why) try {
   auto incoming = std::make_shared<Incoming>();
   incoming->packet.segments_status = why;
-  incoming->packet.bytes = std::move(descriptor.metadata);
+  if (descriptor.metadata.size() <= limit) incoming->packet.bytes = std::move(descriptor.metadata);
   for (const auto& tensor : descriptor.tensors) {
     if (!(tensor.sourceDevice == Cpu())) return why;
     incoming->allocation.tensors.push_back({tensorpipe::CpuBuffer{DiscardTarget()}});
   }
   for (size_t i = 0; i < positions.size(); ++i) {
     void* data = DiscardTarget();
-    if (positions[i] == kBytesPosition) {
+    if (positions[i] == kBytesPosition && descriptor.payloads[i].length <= limit) {
       incoming->packet.bytes.resize(descriptor.payloads[i].length);
       data = incoming->packet.bytes.data();
     }
@@ -93,11 +108,11 @@ absl::StatusOr<std::shared_ptr<Incoming>> Discard(tensorpipe::Descriptor descrip
 
 absl::Status CheckPacket(const Packet& packet, const PacketLimits& limits) {
   Budget budget(limits);
-  DG_RETURN_IF_ERROR(budget.Segments(packet.segments.size()));
-  DG_RETURN_IF_ERROR(budget.Spend(packet.bytes.size()));
+  budget.Spend(packet.bytes.size());
+  for (const Segment& segment : packet.segments) budget.Spend(segment.size);
+  DG_RETURN_IF_ERROR(budget.Check(packet.segments.size()));
   for (const Segment& segment : packet.segments) {
     if (segment.size == 0) return absl::InvalidArgumentError("a packet with an empty segment");
-    DG_RETURN_IF_ERROR(budget.Spend(segment.size));
     if (segment.device < 0) continue;
     if (segment.device >= limits.gpus_here || segment.target < 0 ||
         segment.target >= limits.gpus_there) {
@@ -150,10 +165,7 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
                                                   const PacketLimits& limits,
                                                   DeviceMemory* gpus) try {
   Budget budget(limits);
-  // At most one of the payloads is not a segment.
-  DG_RETURN_IF_ERROR(budget.Segments(descriptor.tensors.size()));
-  DG_RETURN_IF_ERROR(budget.Segments(descriptor.payloads.size() - !descriptor.payloads.empty()));
-  DG_RETURN_IF_ERROR(budget.Spend(descriptor.metadata.size()));
+  budget.Spend(descriptor.metadata.size());
 
   bool bytes_apart = false;
   std::vector<uint32_t> positions;  // of the payloads
@@ -163,12 +175,13 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
     positions.push_back(reader.U32());
     if (!reader.ok() || reader.remaining() > 0) return Malformed("a payload of no known place");
     if (payload.length == 0) return Malformed("an empty payload");
-    DG_RETURN_IF_ERROR(budget.Spend(payload.length));
+    budget.Spend(payload.length);
     if (positions.back() != kBytesPosition) continue;
     if (bytes_apart) return Malformed("bytes that come twice");
     bytes_apart = true;
   }
   if (bytes_apart && !descriptor.metadata.empty()) return Malformed("bytes that come twice");
+  bool for_gpus = false;
   for (const auto& tensor : descriptor.tensors) {
     // TensorPipe ends the process when it is asked for a device that it has no channel for.
     const tensorpipe::Device& from = tensor.sourceDevice;
@@ -178,11 +191,11 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
       return Malformed(absl::StrCat("memory of its ", from.toString(), " for our ", to.toString(),
                                     ", between which there is no channel"));
     }
+    for_gpus = for_gpus || !(from == Cpu());
     if (tensor.length == 0) return Malformed("an empty tensor");
-    DG_RETURN_IF_ERROR(budget.Spend(tensor.length));
+    budget.Spend(tensor.length);
   }
   const size_t count = descriptor.payloads.size() - bytes_apart + descriptor.tensors.size();
-  DG_RETURN_IF_ERROR(budget.Segments(count));
 
   // The size of each segment; 0 where a tensor is to come.
   std::vector<uint64_t> sizes(count, 0);
@@ -192,6 +205,12 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
       return Malformed("a payload of no known place");
     }
     sizes[positions[i]] = descriptor.payloads[i].length;
+  }
+  if (absl::Status beyond = budget.Check(count); !beyond.ok()) {
+    if (limits.can_discard && !for_gpus && count <= std::max(limits.segments, kMostDiscarded)) {
+      return Discard(std::move(descriptor), positions, budget.bytes(), beyond);
+    }
+    return absl::InvalidArgumentError(beyond.message());
   }
 
   try {
@@ -235,7 +254,7 @@ absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descrip
     const absl::Status lost = absl::ResourceExhaustedError(
         absl::StrCat("there is no memory for the ", budget.spent(), " bytes of it"));
     if (!limits.can_discard) return lost;
-    return Discard(std::move(descriptor), positions, lost);
+    return Discard(std::move(descriptor), positions, budget.bytes(), lost);
   }
 } catch (const std::bad_alloc&) {
   return *kNoMemory;

@@ -58,11 +58,13 @@ struct Incoming {
 bool TakesLongToPrepare(const tensorpipe::Descriptor& descriptor);
 
 // Checks all that a descriptor says before any memory is allocated for it. kResourceExhausted
-// if it is beyond a limit or there is no memory, kInvalidArgument if no LayOut made it. `gpus` is
+// if there is no memory, kInvalidArgument if it is beyond a limit or no LayOut made it. `gpus` is
 // asked for memory only if the limits have gpus_here.
 //
-// With limits.can_discard, where there is no memory for the segments the packet comes without them
-// (Packet::segments_status). That goes for the host's memory, where no segment is of a GPU.
+// With limits.can_discard, where there is no memory for the segments, or they are beyond a limit,
+// the packet comes without them (Packet::segments_status); and without its bytes if these alone are
+// beyond it. That goes for the host's memory, where no segment is of a GPU, and not for more
+// segments than 65536 and than the limit.
 absl::StatusOr<std::shared_ptr<Incoming>> Prepare(tensorpipe::Descriptor descriptor,
                                                   const PacketLimits& limits,
                                                   DeviceMemory* gpus = nullptr);

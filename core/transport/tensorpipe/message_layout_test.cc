@@ -130,29 +130,87 @@ TEST(HostileDescriptorTest, SizesBeyondTheLimit) {
   for (size_t size : {size_t{(1 << 20) + 1}, size_t{1} << 60, kMax}) {
     Descriptor tensor;
     tensor.tensors = {Tensor(size)};
-    EXPECT_EQ(CodeOf(tensor), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(CodeOf(tensor), absl::StatusCode::kInvalidArgument);
     Descriptor payload;
     payload.payloads = {{size, Position(0)}};
-    EXPECT_EQ(CodeOf(payload), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(CodeOf(payload), absl::StatusCode::kInvalidArgument);
     payload.payloads = {{size, Position(kBytesPosition)}};
-    EXPECT_EQ(CodeOf(payload), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(CodeOf(payload), absl::StatusCode::kInvalidArgument);
   }
   Descriptor metadata;
   metadata.metadata = std::string((1 << 20) + 1, 'x');
-  EXPECT_EQ(CodeOf(metadata), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(CodeOf(metadata), absl::StatusCode::kInvalidArgument);
   // Together only; and a sum that wraps around.
   Descriptor sum;
   sum.tensors = {Tensor(1 << 19), Tensor(1 << 19)};
   EXPECT_EQ(CodeOf(sum), absl::StatusCode::kOk);
   sum.metadata = "x";
-  EXPECT_EQ(CodeOf(sum), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(CodeOf(sum), absl::StatusCode::kInvalidArgument);
   sum.tensors = {Tensor(100), Tensor(kMax)};
-  EXPECT_EQ(CodeOf(sum), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(CodeOf(sum), absl::StatusCode::kInvalidArgument);
+}
+
+// The frame in its bytes says who waits for it.
+TEST(HostileDescriptorTest, SegmentsBeyondTheLimitAreLostAlone) {
+  PacketLimits limits = kLimits;
+  limits.can_discard = true;
+  Descriptor descriptor;
+  descriptor.tensors = {Tensor(1 << 20)};
+  descriptor.payloads = {{5, Position(1)}};
+  descriptor.metadata = "bytes";
+  const auto incoming = Prepare(descriptor, limits);
+  ASSERT_TRUE(incoming.ok()) << incoming.status();
+  const Packet& packet = (*incoming)->packet;
+  EXPECT_EQ(packet.segments_status,
+            absl::ResourceExhaustedError(
+                "the message has 1048586 bytes; limit message_bytes is 1048576"));
+  EXPECT_TRUE(packet.segments.empty());
+  EXPECT_EQ(packet.bytes, "bytes");
+  const tensorpipe::Allocation& allocation = (*incoming)->allocation;
+  ASSERT_EQ(allocation.tensors.size(), 1u);
+  EXPECT_EQ(tensorpipe::Buffer(allocation.tensors[0].buffer).unwrap<tensorpipe::CpuBuffer>().ptr,
+            DiscardTarget());
+  ASSERT_EQ(allocation.payloads.size(), 1u);
+  EXPECT_EQ(allocation.payloads[0].data, DiscardTarget());
+}
+
+TEST(HostileDescriptorTest, OfBytesBeyondTheLimitThereIsOnlyWhy) {
+  PacketLimits limits = kLimits;
+  limits.can_discard = true;
+  Descriptor descriptor;
+  descriptor.payloads = {{(1 << 20) + 1, Position(kBytesPosition)}, {5, Position(0)}};
+  const auto incoming = Prepare(descriptor, limits);
+  ASSERT_TRUE(incoming.ok()) << incoming.status();
+  const Packet& packet = (*incoming)->packet;
+  EXPECT_EQ(packet.segments_status,
+            absl::ResourceExhaustedError(
+                "the message has 1048582 bytes; limit message_bytes is 1048576"));
+  EXPECT_TRUE(packet.segments.empty());
+  EXPECT_TRUE(packet.bytes.empty());
+  for (const auto& payload : (*incoming)->allocation.payloads) {
+    EXPECT_EQ(payload.data, DiscardTarget());
+  }
+}
+
+// A string of more than its max_size() throws something else than std::bad_alloc.
+TEST(HostileDescriptorTest, BytesBeyondAllMemoryWithoutALimit) {
+  PacketLimits limits = {std::numeric_limits<uint64_t>::max(), 8};
+  for (const size_t size :
+       {std::string().max_size() + 1, size_t{1} << 63, std::numeric_limits<size_t>::max()}) {
+    Descriptor descriptor;
+    descriptor.payloads = {{size, Position(kBytesPosition)}};
+    limits.can_discard = false;
+    EXPECT_EQ(Prepare(descriptor, limits).status().code(), absl::StatusCode::kInvalidArgument);
+    limits.can_discard = true;
+    const auto incoming = Prepare(descriptor, limits);
+    ASSERT_TRUE(incoming.ok()) << incoming.status();
+    EXPECT_EQ((*incoming)->packet.segments_status.code(), absl::StatusCode::kResourceExhausted);
+  }
 }
 
 // More than any machine has, within the limit.
 TEST(NoMemoryTest, APacketComesWithoutItsSegments) {
-  constexpr size_t kTooMuch = size_t{1} << 62;
+  constexpr size_t kTooMuch = size_t{1} << 61;
   PacketLimits limits = {std::numeric_limits<uint64_t>::max() / 2, 8};
   Descriptor descriptor;
   descriptor.tensors = {Tensor(kTooMuch)};
@@ -220,9 +278,18 @@ TEST(HostileDescriptorTest, TooManySegments) {
   descriptor.tensors.assign(4, Tensor(1));
   EXPECT_EQ(CodeOf(descriptor), absl::StatusCode::kOk);
   descriptor.tensors.push_back(Tensor(1));
-  EXPECT_EQ(CodeOf(descriptor), absl::StatusCode::kResourceExhausted);
+  PacketLimits limits = kLimits;
+  limits.can_discard = true;
+  const auto incoming = Prepare(descriptor, limits);
+  ASSERT_TRUE(incoming.ok()) << incoming.status();
+  EXPECT_EQ((*incoming)->packet.segments_status,
+            absl::ResourceExhaustedError("the message has 9 pieces of memory; limit "
+                                         "tensors_per_message allows 8"));
+  // To read so many to their end would take much more memory than they did so far.
+  descriptor.tensors.assign((1 << 16) + 1, Tensor(1));
+  EXPECT_EQ(Prepare(descriptor, limits).status().code(), absl::StatusCode::kInvalidArgument);
   descriptor.tensors.assign(9, Tensor(1));
-  EXPECT_EQ(CodeOf(descriptor), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(CodeOf(descriptor), absl::StatusCode::kInvalidArgument);
 }
 
 TEST(HostileDescriptorTest, Malformed) {

@@ -366,7 +366,7 @@ class PipeConnection final : public Connection,
   }
 
   void ReadInto(absl::StatusOr<std::shared_ptr<Incoming>> incoming) {
-    if (!incoming.ok()) return Finish(Receiving(incoming.status()));
+    if (!incoming.ok()) return Refuse(Receiving(incoming.status()));
     InTensorPipe([&] {
       pipe_->read(std::move((*incoming)->allocation),
                   [self = shared_from_this(), in = *incoming](const tensorpipe::Error& error) {
@@ -394,7 +394,7 @@ class PipeConnection final : public Connection,
     if (!greeted_) {
       const int gpus = TakeGpus(&packet.bytes);
       if (packet.bytes != kGreeting || !packet.segments.empty()) {
-        return Finish(absl::InvalidArgumentError(
+        return Refuse(absl::InvalidArgumentError(
             absl::StrCat(peer_, " speaks another protocol or another version of it")));
       }
       greeted_ = true;
@@ -404,6 +404,15 @@ class PipeConnection final : public Connection,
       receiver_->OnPacket(std::move(packet));
     }
     ReadNext();
+  }
+
+  // Ends it for what has come; of which the other end hears no more than that it is over.
+  void Refuse(const absl::Status& why) {
+    if (!closed_ && !shared_->closing) DG_LOG(WARNING) << "closing a connection: " << why.message();
+    // Only a lack of memory is this end's own.
+    const absl::StatusCode code =
+        absl::IsResourceExhausted(why) ? why.code() : absl::StatusCode::kUnavailable;
+    Finish(MakeStatus(code, [&] { return std::string(why.message()); }));
   }
 
   void Finish(absl::Status why) {

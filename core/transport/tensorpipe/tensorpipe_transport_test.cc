@@ -332,9 +332,12 @@ TEST(TensorPipeTransportTest, AnotherProtocol) {
   UnknownPeer unknown_peer;
   unknown_peer.Connect(
       server->Listen([&](std::shared_ptr<Connection>) { return receiver; }).value());
+  testing::internal::CaptureStderr();
   unknown_peer.Say("distgrad 0");
   const absl::Status why = receiver->AwaitClosed();
-  EXPECT_EQ(why.code(), absl::StatusCode::kInvalidArgument) << why;
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable) << why;
+  EXPECT_TRUE(absl::StrContains(log, absl::StrCat("closing a connection: ", why.message()))) << log;
   EXPECT_EQ(receiver->count(), 0u);
 }
 
@@ -407,8 +410,15 @@ TEST(TensorPipeTransportTest, Limits) {
     for (int i = 0; i < 3; ++i) packets[3].segments.push_back(AllocateSegment(1));
     return packets;
   };
-  for (size_t i = 0; i < packets().size(); ++i) {
-    auto client = NewTransport(TensorPipeOptions());
+  for (const auto& [i, kind] : std::vector<std::pair<size_t, Kind>>{{0, Kind::kSocket},
+                                                                    {1, Kind::kSocket},
+                                                                    {2, Kind::kSocket},
+                                                                    {3, Kind::kSocket},
+                                                                    {0, Kind::kTcp},
+                                                                    {1, Kind::kTcp},
+                                                                    {3, Kind::kTcp}}) {
+    small.kind = kind;
+    auto client = NewTransport(kind, Channel::kBasic);
     auto server = NewTransport(small);
     std::shared_ptr<Connection> from_server;
     absl::Notification accepted;
@@ -429,9 +439,31 @@ TEST(TensorPipeTransportTest, Limits) {
     EXPECT_EQ(log.failed(), 1u);
     from_server->Send(Packet{"fits", {}}, log.NewDone());
     at_client->AwaitPackets(1);
+    const std::string limit =
+        i == 3 ? "limit tensors_per_message allows 2" : "limit message_bytes is 1000";
+    if (kind == Kind::kSocket) {  // which reads it to its end
+      Packet packet = std::move(packets()[i]);
+      if (i != 0) packet.bytes = "of it";
+      connection->Send(std::move(packet), log.NewDone());
+      connection->Send(Packet{"after it", {}}, log.NewDone());
+      at_server->AwaitPackets(2);
+      const Packet& lost = at_server->packet(0);
+      EXPECT_EQ(lost.bytes, i == 0 ? "" : "of it");
+      EXPECT_TRUE(lost.segments.empty());
+      EXPECT_TRUE(absl::IsResourceExhausted(lost.segments_status)) << lost.segments_status;
+      EXPECT_TRUE(absl::StrContains(lost.segments_status.message(), limit)) << lost.segments_status;
+      EXPECT_EQ(at_server->packet(1).bytes, "after it");
+      log.AwaitAll();
+      continue;
+    }
+    testing::internal::CaptureStderr();
     connection->Send(std::move(packets()[i]), log.NewDone());
     const absl::Status why = at_server->AwaitClosed();
-    EXPECT_EQ(why.code(), absl::StatusCode::kResourceExhausted) << why;
+    const std::string logged = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(why.code(), absl::StatusCode::kUnavailable) << why;
+    EXPECT_TRUE(absl::StrContains(why.message(), limit)) << why;
+    EXPECT_TRUE(absl::StrContains(logged, absl::StrCat("closing a connection: ", why.message())))
+        << logged;
     EXPECT_EQ(at_client->AwaitClosed().code(), absl::StatusCode::kUnavailable);
     EXPECT_EQ(at_server->count(), 0u);
     log.AwaitAll();
