@@ -62,9 +62,10 @@ class SigpipeBlockedForNewThreads {
 };
 
 // The first message of the end that connects. Until it is there an accepted pipe may be waiting for
-// further connections of the other end, which TensorPipe does for ever if that end is gone.
+// further connections of the other end, which TensorPipe does for ever if that end is gone. Each of
+// those has a handshake of its own, and this end waits for it as long as that may take.
 constexpr char kGreeting[] = "distgrad 1";
-constexpr absl::Duration kGreetingPatience = absl::Seconds(10);
+constexpr absl::Duration kLeastGreetingPatience = absl::Seconds(10);
 
 // At the end of an address and of a greeting: how many GPUs have a channel.
 constexpr char kGpus[] = "#gpus=";
@@ -155,10 +156,11 @@ class KeepsLoopRunning final : public Loop::Handler {
 class Shared {
  public:
   // `is_sockets`: the transport's sockets are the loop's too.
-  Shared(std::string name, PacketLimits limits, Clock* clock, DeviceMemory* gpus,
-         std::shared_ptr<Loop> loop, bool is_sockets)
+  Shared(std::string name, PacketLimits limits, absl::Duration handshake_timeout, Clock* clock,
+         DeviceMemory* gpus, std::shared_ptr<Loop> loop, bool is_sockets)
       : name(std::move(name)),
         limits(limits),
+        greeting_patience(std::max(kLeastGreetingPatience, handshake_timeout)),
         clock(clock),
         gpus(gpus),
         loop(std::move(loop)),
@@ -185,6 +187,7 @@ class Shared {
   // Constant.
   const std::string name;
   const PacketLimits limits;
+  const absl::Duration greeting_patience;
   Clock* const clock;        // nobody uses it after AwaitAll()
   DeviceMemory* const gpus;  // nobody uses it after AwaitAll(); null without gpus_here
   const std::shared_ptr<Loop> loop;
@@ -251,7 +254,7 @@ class PipeConnection final : public Connection,
   void AwaitGreeting(std::shared_ptr<Receiver> receiver) {
     // It waits where there is no memory: the receiver is there, and hears of the end alone.
     AwaitMemory([&] {
-      timer_ = shared_->clock->At(shared_->clock->Now() + kGreetingPatience,
+      timer_ = shared_->clock->At(shared_->clock->Now() + shared_->greeting_patience,
                                   [watch = weak_from_this()]() noexcept {  // as Close()
                                     if (const auto self = watch.lock()) {
                                       self->late_ = true;
@@ -440,7 +443,7 @@ class PipeConnection final : public Connection,
     if (late_) {
       return MakeStatus(absl::StatusCode::kUnavailable, [this] {
         return absl::StrCat(peer_, " did not finish connecting within ",
-                            absl::FormatDuration(kGreetingPatience));
+                            absl::FormatDuration(shared_->greeting_patience));
       });
     }
     auto code = absl::StatusCode::kUnavailable;
@@ -545,7 +548,8 @@ class TensorPipeTransport final : public Transport {
         shared_(std::make_shared<Shared>(
             std::move(name),
             PacketLimits{options_.max_packet_bytes, options_.max_segments, /*gpus_here=*/gpus},
-            options_.clock, options_.gpus.get(), loop_, options_.kind == Kind::kSocket)),
+            options_.handshake_timeout, options_.clock, options_.gpus.get(), loop_,
+            options_.kind == Kind::kSocket)),
         keeps_loop_(loop_->Add(std::make_shared<KeepsLoopRunning>())) {}
 
   ~TensorPipeTransport() override {
