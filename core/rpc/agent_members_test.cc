@@ -1424,6 +1424,31 @@ TEST_F(AgentMembersTest, WhatComesBeforeTheStoreHasAnsweredKeepsItsOrder) {
   for (int i = 0; i < 200; ++i) EXPECT_EQ(notices[i], absl::StrCat("3:", i));
 }
 
+// Not before the store says who the newcomer is can it be answered; which may take longer than the
+// heartbeat limit.
+TEST_F(AgentMembersTest, WhoAwaitsTheStoreIsNoSilentPeer) {
+  const auto d = Come(3, 1);
+  for (const auto& [from, to] : {std::pair(d.get(), 1), std::pair(&c(), 0)}) {  // the way is free
+    EXPECT_TRUE(from->Call(static_cast<WorkerRank>(to), "echo").Wait().ok());
+  }
+  directory_.Hold();
+  const auto reply = d->Call(0, "echo", "x");
+  directory_.AwaitQuestion();  // its own, for where we are
+  directory_.Answer(/*hold_on=*/true);
+  directory_.AwaitQuestion();  // ours, for who it is
+  for (int i = 0; i < 8; ++i) {
+    Beat();
+    // What was sent to either has arrived when what comes after it has.
+    for (int j = 0; j < 2; ++j) {
+      EXPECT_TRUE(b().Call(3, "echo").Wait().ok());
+      EXPECT_TRUE(c().Call(0, "echo").Wait().ok());
+    }
+  }
+  EXPECT_FALSE(reply.Done());
+  directory_.Answer();
+  EXPECT_EQ(reply.Wait().value_or(""), "x") << reply.Wait().status();
+}
+
 TEST_F(AgentMembersTest, OneWhoIsGoneBeforeTheStoreHasAnsweredIsNotTakenIn) {
   const auto d = Come(3, 1);
   EXPECT_EQ(*c().Call(0, "echo", "the way is free").Wait(), "the way is free");

@@ -84,7 +84,12 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
       verdict.stale.push_back(i);
       continue;
     }
-    if (!reading.peer) continue;
+    if (!reading.peer) {
+      // It may take longer than the limit to learn who that is, and what has come waits as long,
+      // its pings among it: without one of ours the other end would hear nothing.
+      if (reading.heard > 0) verdict.ask.push_back(i);
+      continue;
+    }
     const bool is_quiet = now - sign.last >= interval();
     const bool wants_answer =
         reading.is_bulk && reading.answers && now - sign.last_answer >= interval();
