@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <limits>
 #include <new>
+#include <optional>
+#include <ostream>
 #include <utility>
 
 #include "core/base/exception.h"
@@ -16,6 +18,15 @@ namespace {
 // Made before main(), for later there may be no memory for it.
 const absl::Status* const kTooMuch =
     new absl::Status(absl::ResourceExhaustedError("too much came before its sender was known"));
+
+// What a log says of the peer: its rank, as there may be no memory for its name.
+struct WithPeer {
+  const std::optional<WorkerRank> peer;
+};
+std::ostream& operator<<(std::ostream& out, const WithPeer& with) {
+  if (with.peer) out << " with worker " << *with.peer;
+  return out;
+}
 
 }  // namespace
 
@@ -30,7 +41,7 @@ Link::Link(std::shared_ptr<Owner> owner, Shared* shared, Kind kind, uint64_t num
       served_(shared->clock, &shared->limits, &shared->served),
       out_([this](std::exception_ptr thrown) {
         const absl::Status why = StatusFromStdException(std::move(thrown));
-        DG_LOG(ERROR) << "closing a connection: " << why.message();
+        DG_LOG(ERROR) << "closing a connection" << WithPeer{peer()} << ": " << why.message();
         Close(why);
       }),
       state_(kind == Kind::kLoopback ? State::kOpen : State::kOpening),
@@ -161,7 +172,7 @@ void Link::OnSent(const absl::Status& sent) {
   if (sent.ok() || absl::IsUnavailable(sent) || absl::IsCancelled(sent) || absl::IsNotFound(sent)) {
     return;
   }
-  DG_LOG(WARNING) << "closing a connection: " << sent.message();
+  DG_LOG(WARNING) << "closing a connection" << WithPeer{peer()} << ": " << sent.message();
   Close(sent);
 }
 

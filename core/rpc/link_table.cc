@@ -54,6 +54,22 @@ bool IsUnused(const Link& link) {
   return link.kind() == Link::Kind::kOpened && !link.is_bulk() && IsUntouched(link);
 }
 
+// Says in the log who that is; by rank alone where there is no memory for the name.
+std::string NameIn(const Peers& peers, WorkerRank worker) {
+  try {
+    return peers.Describe(worker);
+  } catch (const std::bad_alloc&) {
+    return absl::StrCat(worker);  // in the string itself
+  }
+}
+
+// Returns why a connection is refused, and has it in the log, with who has opened it.
+const absl::Status& Logged(const absl::Status& why, const Peers& peers, WorkerRank from) {
+  DG_LOG(WARNING) << "refusing a connection from worker " << NameIn(peers, from) << ": "
+                  << why.message();
+  return why;
+}
+
 // Calls `f`, or closes the link where there is no memory for it.
 void OrClose(Link& link, absl::FunctionRef<void()> f) {
   try {
@@ -402,14 +418,21 @@ void LinkTable::OnPacket(const std::shared_ptr<Link>& link, Packet packet) {
   if (user == nullptr) return;
   absl::Status status;
   try {
-    status = user->OnPacket(link, std::move(packet));
+    const absl::Status taken = user->OnPacket(link, std::move(packet));
+    // What has come is not this worker's doing, and says nothing of its own calls.
+    if (!taken.ok()) status = absl::UnavailableError(taken.message());
   } catch (const std::bad_alloc&) {
     // What a worker sends itself it hears of itself. The transport can do nothing with it.
     if (link->kind() == Link::Kind::kLoopback) throw;
     status = StatusFromStdException(std::current_exception());
   }
   if (status.ok()) return;
-  DG_LOG(WARNING) << "closing a connection: " << status.message();
+  if (const std::optional<WorkerRank> peer = link->peer()) {
+    DG_LOG(WARNING) << "closing a connection with worker " << NameIn(*peers_, *peer) << ": "
+                    << status.message();
+  } else {
+    DG_LOG(WARNING) << "closing a connection: " << status.message();
+  }
   link->Close(status);
 }
 
@@ -426,10 +449,10 @@ absl::Status LinkTable::OnHello(const std::shared_ptr<Link>& link, WireReader& r
         absl::StrCat("it comes from worker ", hello.from, ", which is not a member of this job"));
   }
   if (!known.ok()) {
-    Refuse(link, known.status());
+    Refuse(link, Logged(known.status(), *peers_, hello.from));
   } else if (hello.link != 0) {
     const absl::Status admitted = AdmitBulk(link, hello);
-    if (!admitted.ok()) Refuse(link, admitted);
+    if (!admitted.ok()) Refuse(link, Logged(admitted, *peers_, hello.from));
   } else if (*known) {
     Admit(link, hello);
   } else {
@@ -455,7 +478,7 @@ void LinkTable::OnFoundPeer(const std::shared_ptr<Link>& link, const Hello& hell
   if (status.ok()) {
     Admit(link, hello);
   } else {
-    Refuse(link, status);
+    Refuse(link, Logged(status, *peers_, hello.from));
   }
   link->Release();
 }
@@ -521,7 +544,7 @@ void LinkTable::Admit(const std::shared_ptr<Link>& link, const Hello& hello) {
         Use(hello.from, link);
       }
     }
-    if (!outdated.ok()) return Refuse(link, outdated);
+    if (!outdated.ok()) return Refuse(link, Logged(outdated, *peers_, hello.from));
     if (is_given_up) return link->Close(absl::UnavailableError("its opener has given it up"));
     if (dropped.empty()) {
       // It may have been silent for long, and speak again; or it is dead, and has sent this before
@@ -555,7 +578,6 @@ void LinkTable::OnPong(const std::shared_ptr<Link>& link) {
 }
 
 void LinkTable::Refuse(const std::shared_ptr<Link>& link, const absl::Status& why) {
-  DG_LOG(WARNING) << "refusing a connection: " << why.message();
   {
     absl::MutexLock lock(&mu_);
     const auto found = links_.find(link->number());

@@ -54,7 +54,10 @@ class FakeConnection : public Connection {
 // Makes such connections. For one thread.
 class FakeTransport : public Transport {
  public:
-  absl::StatusOr<std::string> Listen(Accept) override { return "fake://"; }
+  absl::StatusOr<std::string> Listen(Accept listens) override {
+    accept = std::move(listens);
+    return "fake://";
+  }
   absl::StatusOr<std::shared_ptr<Connection>> Connect(const std::string&,
                                                       std::shared_ptr<Receiver> receiver) override {
     if (fails) return fails();
@@ -64,6 +67,7 @@ class FakeTransport : public Transport {
   std::string Name() const override { return "fake"; }
 
   bool is_full = false;
+  Accept accept;
   std::function<absl::Status()> fails;  // to connect
   std::vector<std::shared_ptr<FakeConnection>> connections;
 };
@@ -71,7 +75,7 @@ class FakeTransport : public Transport {
 // Keeps why links have ended. For one thread.
 class RecordingUser : public LinkTable::User {
  public:
-  absl::Status OnPacket(const std::shared_ptr<Link>&, Packet) override { return absl::OkStatus(); }
+  absl::Status OnPacket(const std::shared_ptr<Link>&, Packet) override { return read; }
   uint64_t BegunSoFar() override { return 0; }
   void OnPeerLost(WorkerRank, uint64_t, const absl::Status& why) override { lost.push_back(why); }
   void OnLinkEnded(const MemberWatch::ClosedLink&, const absl::Status& why) override {
@@ -80,6 +84,7 @@ class RecordingUser : public LinkTable::User {
   void OnRevived(WorkerRank, Incarnation, uint64_t) override {}
   void OnMemberEvents() override {}
 
+  absl::Status read;  // what becomes of packets
   std::vector<absl::Status> lost, ended;
 };
 
@@ -130,6 +135,45 @@ TEST_F(LinkTableTest, AConnectionWithoutMemoryForItsHelloIsClosed) {
     ASSERT_EQ(told.size(), 1u);
     EXPECT_EQ(told[0].code(), absl::StatusCode::kResourceExhausted) << told[0];
   }
+}
+
+// What a peer has sent says nothing of this worker's calls, nor that it lacks the means.
+TEST_F(LinkTableTest, AConnectionThatIsClosedForWhatCameIsUnavailableAndTheLogNamesThePeer) {
+  for (const absl::Status& read : {absl::ResourceExhaustedError("it sends too much"),
+                                   absl::InvalidArgumentError("it sends too much")}) {
+    user_->lost.clear();
+    user_->ended.clear();
+    const std::shared_ptr<Link> link = *links_->To(1);
+    link->Send(Ping());
+    user_->read = read;
+    testing::internal::CaptureStderr();
+    link->OnPacket(Ping());
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_NE(log.find("closing a connection with worker 'b' (1): it sends too much"),
+              std::string::npos)
+        << log;
+    for (const auto& told : {user_->lost, user_->ended}) {
+      ASSERT_EQ(told.size(), 1u);
+      EXPECT_EQ(told[0], absl::UnavailableError(
+                             "the connection with worker 'b' (1) broke: it sends too much"));
+    }
+  }
+}
+
+TEST_F(LinkTableTest, TheLogNamesWhoIsRefused) {
+  Packet hello;
+  AppendHello({.from = 1, .from_incarnation = 1, .to = 5, .to_incarnation = 1}, &hello.bytes);
+  const auto link = std::dynamic_pointer_cast<Link>(
+      transport_.accept(std::make_shared<FakeConnection>(nullptr, /*is_full=*/false)));
+  ASSERT_NE(link, nullptr);
+  WireReader reader(hello.bytes);
+  ASSERT_TRUE(ReadFrame(reader).ok());
+  testing::internal::CaptureStderr();
+  EXPECT_TRUE(links_->OnHello(link, reader).ok());
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("refusing a connection from worker 'b' (1): it was meant for another worker"),
+            std::string::npos)
+      << log;
 }
 
 // The number in it is the old incarnation's: the new one may have given it to another link.
