@@ -1449,6 +1449,18 @@ TEST_F(AgentMembersTest, WhoAwaitsTheStoreIsNoSilentPeer) {
   EXPECT_EQ(reply.Wait().value_or(""), "x") << reply.Wait().status();
 }
 
+TEST_F(AgentMembersTest, WhoIsNotFoundInTimeIsNotCalledSilent) {
+  directory_.Hold();
+  const auto reply = a().Call(50, "echo");
+  directory_.AwaitQuestion();
+  for (int i = 0; i < 6; ++i) Beat();
+  const absl::Status status = reply.Wait().status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+  EXPECT_TRUE(Contains(status, "the store has not said within the heartbeat limit of 50s"))
+      << status;
+  directory_.Answer();
+}
+
 TEST_F(AgentMembersTest, OneWhoIsGoneBeforeTheStoreHasAnsweredIsNotTakenIn) {
   const auto d = Come(3, 1);
   EXPECT_EQ(*c().Call(0, "echo", "the way is free").Wait(), "the way is free");

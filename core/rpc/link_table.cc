@@ -14,6 +14,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "core/base/await_memory.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
@@ -835,9 +836,13 @@ void LinkTable::Follow(const Heartbeat::Verdict& verdict,
     for (const size_t i : verdict.stale) mark(i, Entry::Mark::kStale);
   }
   for (const size_t i : verdict.lost) {
-    links[i]->Close(absl::UnavailableError(
-        absl::StrCat("nothing was heard of it within the heartbeat limit of ",
-                     absl::FormatDuration(heartbeat_.limit()))));
+    // Before it is connected nobody but the store was asked for anything.
+    const absl::string_view what =
+        directory_ == nullptr || links[i]->connected()
+            ? "nothing was heard of it within the heartbeat limit of "
+            : "where it is the store has not said within the heartbeat limit of ";
+    links[i]->Close(
+        absl::UnavailableError(absl::StrCat(what, absl::FormatDuration(heartbeat_.limit()))));
   }
   for (const size_t i : verdict.stale) {
     links[i]->Close(absl::UnavailableError(
