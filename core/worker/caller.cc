@@ -34,6 +34,8 @@ class UnresolvedCall final : public Canceller {
     const Future<Message> call = this->call();
     if (call.valid()) return call.Cancel();
     Fail(absl::CancelledError("it was cancelled by its caller"));
+    // It may have been made meanwhile, by a thread that did not see that yet.
+    if (const Future<Message> made = this->call(); made.valid()) made.Cancel();
   }
   // The store's answer is here, and the call is made.
   void GoOnWith(Future<Message> call) {

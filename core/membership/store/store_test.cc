@@ -1837,7 +1837,7 @@ TEST(StoreServerTest, UnauthenticatedClientsMakeRoom) {
   const uint16_t port = listener.LocalPort().value();
   const auto server = StoreServer::Start(
       std::move(listener),
-      {.max_unauthenticated = 2, .grace = absl::ZeroDuration(), .max_bytes = 1000});
+      {.max_unauthenticated = 2, .grace = absl::ZeroDuration(), .max_bytes = 1350});
   ASSERT_TRUE(server.ok()) << server.status();
   std::vector<Socket> idle;
   for (int i = 0; i < 50; ++i) {
@@ -2269,7 +2269,7 @@ TEST_P(ServerWithoutMemoryTest, ClientsComeAgain) {
   ASSERT_TRUE(server.ok()) << server.status();
   const auto witness = Join(port, key);
   const pid_t thread = ThreadOf("dg/store");
-  const std::string changed(1000, 'c'), counter(100, 'n'), value(20000, 'v');
+  const std::string changed(1000, 'C'), counter(100, 'n'), value(20000, 'v');
   Keys others;  // that nobody sets
   for (int i = 0; i < 10; ++i) others.push_back(std::string(1000, static_cast<char>('a' + i)));
   Keys awaited = {changed};
