@@ -13,6 +13,7 @@
 #include "absl/functional/any_invocable.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "core/base/fake_clock.h"
 #include "core/base/future.h"
 #include "core/base/wire.h"
@@ -165,6 +166,12 @@ TEST_F(AgentCallsTest, CallsInFlightAreBoundedWhereTheyAreServed) {
   EXPECT_EQ(total, 1u);
   ServedCalls other(&clock_, &(strict.calls = 1, strict), &total);
   EXPECT_TRUE(absl::StrContains(other.Begin(1, 1).status().message(), "limit calls is 1"));
+  // What was refused counts nowhere.
+  EXPECT_EQ(total, 1u);
+  EXPECT_EQ(other.count(), 0u);
+  served.FreePlace(4);
+  served.End();
+  EXPECT_TRUE(other.Begin(1, 1).ok());
   served.Close(absl::UnavailableError("gone"));
   EXPECT_EQ(served.Begin(5, 0).status().code(), StatusCode::kCancelled);
   EXPECT_EQ(served.Now(), absl::InfinitePast());
@@ -423,7 +430,7 @@ TEST_F(DeadlinesTest, NoDeadlineIsMissedWhateverComesBetween) {
 class BackpressureTest : public AgentCallsTest {
  protected:
   void SetUp() override {
-    Start({.bytes_per_peer = 10000});
+    Start({.calls_per_peer = 3, .bytes_per_peer = 10000});
     ECHO();
     // The first reply's bytes may still be counted on b; nothing of a's is.
     faults_->action = FaultInjector::Action::kHold;
@@ -492,7 +499,8 @@ TEST_F(BackpressureTest, WhoWaitsForRoomGivesUpByDeadlineCancelAndLoss) {
   lost.join();
 }
 
-// Replies wait for credit as well; none is lost, and meanwhile their calls count as in flight.
+// Replies wait for credit as well; none is lost, and meanwhile, but no longer, their calls count as
+// in flight.
 TEST_F(BackpressureTest, RepliesGoWhenThereIsRoom) {
   Release();
   std::vector<Future<std::string>> made;
@@ -500,6 +508,7 @@ TEST_F(BackpressureTest, RepliesGoWhenThereIsRoom) {
   std::vector<IncomingCall> kept;
   for (int i = 0; i < 3; ++i) kept.push_back(a().service.AwaitKept());
   faults_->action = FaultInjector::Action::kHold;
+  const Future<std::string> first = a().Call(1, "echo", std::string(6000, 'x'));
   for (IncomingCall& call : kept) {
     Packet reply = call.NewReply();
     reply.bytes.append(6000, 'x');
@@ -509,6 +518,12 @@ TEST_F(BackpressureTest, RepliesGoWhenThereIsRoom) {
   EXPECT_FALSE(kept[0].cancellation()->cancelled());
   Release();
   for (const Future<std::string>& call : made) EXPECT_EQ(call.Wait()->size(), 6000u);
+  const absl::Status next = b().Call(0, "echo", "x").Wait().status();
+  EXPECT_TRUE(next.ok()) << next;
+  EXPECT_TRUE(first.Wait().ok());
+  const absl::Time late = absl::Now() + absl::Seconds(30);
+  while (a().agent->served() > 0 && absl::Now() < late) std::this_thread::yield();
+  EXPECT_EQ(a().agent->served(), 0u);
 }
 
 // Up to the limit a caller may wait to read: what it calls meanwhile is refused, and its connection
@@ -561,7 +576,9 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   kept.Reply(std::move(reply));
   ASSERT_TRUE(made.Wait().ok());
   const Future<std::string> failed = a().Call(1, "keep", "");
-  b().service.AwaitKept().Fail(absl::DataLossError("as was asked"));
+  IncomingCall fails = b().service.AwaitKept();
+  clock_.Advance(absl::Seconds(4));
+  fails.Fail(absl::DataLossError("as was asked"));
   EXPECT_EQ(CodeOf(failed), StatusCode::kDataLoss);
   const Future<std::string> open = a().Call(1, "keep", "");
   IncomingCall still = b().service.AwaitKept();
@@ -582,7 +599,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_EQ(caller.in_flight, 1u);
   EXPECT_GE(caller.bytes_sent, request_bytes);
   EXPECT_EQ(caller.bytes_received, reply_bytes);
-  EXPECT_EQ(caller.run_time, absl::Seconds(5));
+  EXPECT_EQ(caller.run_time, absl::Seconds(9));
 
   const CallStats callee = find(b().agent->Stats(), "keep");
   EXPECT_TRUE(callee.served);
@@ -591,7 +608,7 @@ TEST_F(AgentCallsTest, WhatIsCounted) {
   EXPECT_EQ(callee.in_flight, 1u);
   EXPECT_EQ(callee.bytes_received, caller.bytes_sent);
   EXPECT_GT(callee.bytes_sent, reply_bytes);
-  EXPECT_EQ(callee.queue_time, absl::Seconds(2));
+  EXPECT_EQ(callee.queue_time, absl::Seconds(6)) << "the one that failed had not begun";
   EXPECT_EQ(callee.run_time, absl::Seconds(3));
   EXPECT_EQ(find(b().agent->Stats(), Agent::kNotices).calls, 1u);
 }

@@ -63,6 +63,10 @@ TEST_F(AgentTest, UnknownWorkers) {
   EXPECT_EQ(*a().agent->FindWorker("c"), 2);
   const absl::Status status = a().agent->FindWorker("z").status();
   EXPECT_EQ(status.message(), "there is no worker 'z' in this job; there are: a, b, c");
+  // Of these the low 16 bits are the rank of one.
+  for (const int rank : {-65535, 65537}) {
+    EXPECT_EQ(a().agent->FindWorker(rank).status().code(), absl::StatusCode::kNotFound) << rank;
+  }
 }
 
 TEST_F(AgentTest, ADeadlineEndsTheCallAndTheReplyIsLate) {

@@ -38,6 +38,17 @@ TEST(FrameTest, AReplyCarriesItsStatus) {
   EXPECT_EQ(frame->status, absl::NotFoundError("no such thing"));
 }
 
+TEST(FrameTest, ALongErrorIsCut) {
+  std::string bytes;
+  AppendFrame({.kind = FrameKind::kReply,
+               .status = absl::InternalError(std::string(kMaxErrorMessage + 1, 'x'))},
+              &bytes);
+  WireReader reader(bytes);
+  const absl::StatusOr<Frame> frame = ReadFrame(reader);
+  ASSERT_TRUE(frame.ok()) << frame.status();
+  EXPECT_EQ(frame->status, absl::InternalError(std::string(kMaxErrorMessage, 'x')));
+}
+
 TEST(FrameTest, AStatusCarriesItsOrigin) {
   using By = ErrorOrigin::By;
   for (const ErrorOrigin origin :
@@ -157,9 +168,11 @@ TEST(FrameTest, OtherMagicKindsDeadlinesAndNamesAreRefused) {
   bad = good;
   SetCall(1, -1, &bad);
   EXPECT_TRUE(refused(bad));
-  std::string nameless;
-  AppendFrame({.kind = FrameKind::kRequest}, &nameless);
-  EXPECT_TRUE(refused(nameless));
+  for (const size_t size : {size_t{0}, kMaxFunctionName, kMaxFunctionName + 1}) {
+    std::string bytes;
+    AppendFrame({.kind = FrameKind::kRequest, .function = std::string(size, 'f')}, &bytes);
+    EXPECT_EQ(refused(bytes), size != kMaxFunctionName) << size;
+  }
 }
 
 TEST(FrameTest, RandomBytesNeverCrash) {

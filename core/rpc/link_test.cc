@@ -52,6 +52,7 @@ class RecordingConnection : public Connection {
   void Send(Packet packet, SendDone done) override {
     sent.push_back(packet.bytes.substr(0, 20));
     if (done == nullptr) return;
+    if (fails) return done(absl::UnavailableError("gone"));
     if (!holds) return done(absl::OkStatus());
     held.push_back(std::move(done));
   }
@@ -71,6 +72,7 @@ class RecordingConnection : public Connection {
   bool closed = false;
   bool tells_later = false;  // the receiver does not hear of Close() yet
   bool holds = false;        // nothing leaves before Release()
+  bool fails = false;        // nothing leaves
   std::deque<SendDone> held;
 
  private:
@@ -158,6 +160,21 @@ TEST_F(LinkTest, WhatIsHeldIsBounded) {
   EXPECT_TRUE(absl::IsResourceExhausted(owner_->closed[0])) << owner_->closed[0];
   link->Release();
   EXPECT_THAT(owner_->packets, IsEmpty());
+}
+
+TEST_F(LinkTest, SoAreItsBytes) {
+  shared_.limits.bytes_per_peer = 100;
+  const auto link = NewLink(Link::Kind::kAccepted);
+  for (int i = 0; i < 2; ++i) {
+    link->OnPacket(Text(std::string(60, 'a')));
+    EXPECT_THAT(owner_->closed, IsEmpty()) << "what was handed on counts no more";
+    link->Release();
+    link->Hold();
+  }
+  link->OnPacket(Text(std::string(60, 'a')));
+  link->OnPacket(Text(std::string(60, 'b')));
+  ASSERT_EQ(owner_->closed.size(), 1u);
+  EXPECT_TRUE(absl::IsResourceExhausted(owner_->closed[0])) << owner_->closed[0];
 }
 
 TEST_F(LinkTest, WhatComesOnABulkLinkCountsForItsMainOne) {
@@ -306,6 +323,16 @@ TEST_F(LinkTest, ForThatItHasAsLongAsForItsHandshake) {
   clock_.Advance(absl::Seconds(1));
   EXPECT_TRUE(connection->closed);
   EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
+}
+
+TEST_F(LinkTest, ItWaitsForNobodyWhomTheLastWordsDoNotReach) {
+  const auto link = NewLink(Link::Kind::kOpened);
+  const auto connection = Connect(link);
+  connection->fails = true;
+  link->SendLast(Text("bye"), absl::InternalError("why"));
+  EXPECT_TRUE(connection->closed);
+  EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
+  EXPECT_EQ(clock_.NextTimer(), absl::InfiniteFuture());
 }
 
 // Its peer may have answered the hello already. It hears of the end, in place of the words.

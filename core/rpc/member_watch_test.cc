@@ -119,6 +119,11 @@ TEST_F(MemberWatchTest, WhoWasReachedMeanwhileHasAllOfItAgain) {
   EXPECT_EQ(Unanswered(absl::Milliseconds(100)), Verdict::kTryAgain);
 }
 
+// It may come from an address that the member no longer has.
+TEST_F(MemberWatchTest, ARefusalThatComesLateSaysNothing) {
+  EXPECT_EQ(Broke({.is_refused = true, .asked_for = now_ - absl::Seconds(1)}), Verdict::kTryAgain);
+}
+
 TEST_F(MemberWatchTest, ANewIncarnationHasAllOfIt) {
   const auto unanswered = [&](Incarnation incarnation) {
     return Broke({.incarnation = incarnation, .asked_for = now_});
@@ -167,6 +172,22 @@ TEST_F(MemberWatchTest, WhereOneIsLostItLooksForMoreUntilAllCanBeReached) {
   EXPECT_EQ(Tick(false, /*can=*/false), (std::vector<WorkerRank>{3, 4, 0}));
   EXPECT_EQ(Tick(false, /*can=*/true), (std::vector<WorkerRank>{3, 4, 0}));
   EXPECT_EQ(Tick(), (std::vector<WorkerRank>{3, 0}));
+}
+
+TEST(ManyMembersTest, OneWatchesSixtyFourAtMost) {
+  std::vector<WorkerInfo> workers(300);
+  for (size_t rank = 0; rank < workers.size(); ++rank) {
+    workers[rank].rank = static_cast<WorkerRank>(rank);
+    workers[rank].name = std::to_string(rank);
+    workers[rank].incarnation = 1;
+  }
+  const auto peers = std::make_shared<Peers>(workers.size());
+  ASSERT_TRUE(peers->Start(workers[1], workers).ok());
+  MemberWatch watch(peers, kPatience);
+  ASSERT_TRUE(watch.Start());
+  size_t watched = 1;
+  for (int losses = 1; losses <= 8; ++losses) watched = watch.WatchMore().size();
+  EXPECT_EQ(watched, 64u);
 }
 
 }  // namespace
