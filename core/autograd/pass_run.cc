@@ -437,8 +437,9 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
         foreign->context() != context_->id()
             ? absl::StrCat(" in another context, ", foreign->context())
         : foreign->holder().rank != services_->self
-            ? absl::StrCat(" by another worker of this process, ", foreign->holder().rank,
-                           ": a tensor goes from worker to worker by a call")
+            ? absl::StrCat(" by another worker of this process (of this job worker ",
+                           foreign->holder().rank,
+                           "): a tensor goes from worker to worker by a call")
             : " in another job, where a context has the same number";
     return LocalError(absl::InvalidArgumentError(
         absl::StrCat("its graph leads to a tensor that was received from worker ",
@@ -497,6 +498,10 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   auto kept = std::make_shared<Kept>();
   kept->run = shared_from_this();
   if (roots_.has_value()) kept->root_gradients = roots_->gradients;
+  has_lent_gradients_ = std::any_of(
+      kept->root_gradients.begin(), kept->root_gradients.end(), [](const at::Tensor& gradient) {
+        return gradient.has_storage() && !gradient.storage().resizable();
+      });
   ExecutionOptions options{.retain_graph = retain_graph_,
                            .device_threads = services_->device_threads.get(),
                            .keep_alive = std::move(kept)};
@@ -703,6 +708,8 @@ void PassRun::EndOnStrand() {
     captured.swap(captured_);
     gathering.swap(gathering_);
   }
+  // The program's deleter of such memory runs where its code may.
+  if (has_lent_gradients_) services_->pool.Schedule([execution = std::move(execution)] {});
   services_->trace.End(std::move(span_), services_->clock.Now(), *over_);
   context_->EndPass(id_, *over_);
   ++services_->passes_ended;

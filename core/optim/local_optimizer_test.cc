@@ -125,13 +125,13 @@ TEST_F(LocalOptimizerTest, WhoWaitsForAStepLeavesItsThreadToOthers) {
   ContextRecord other(2);
   std::thread pass([&] { AddGradient(other, used_, 5); });
   in_hook.get_future().wait();
-  ThreadPool pool("test", 1);
+  LocalOptimizer second(
+      std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{used_}, /*lr=*/1.0));
+  ThreadPool pool("test", 1);  // ends first, with what it runs
   // Waits for the hook, and has the parameters meanwhile.
   pool.Schedule([&] { EXPECT_TRUE(optimizer_.Step(context_).ok()); });
   // Wait for that one.
   pool.Schedule([&] { EXPECT_TRUE(optimizer_.SetLearningRate(1).ok()); });
-  LocalOptimizer second(
-      std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{used_}, /*lr=*/1.0));
   pool.Schedule([&] { EXPECT_TRUE(second.Step(context_).ok()); });
   pool.Schedule([&] { done.set_value(); });
   EXPECT_EQ(done.get_future().wait_for(std::chrono::seconds(30)), std::future_status::ready);

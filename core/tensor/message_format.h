@@ -12,6 +12,7 @@
 #ifndef DISTGRAD_CORE_TENSOR_MESSAGE_FORMAT_H_
 #define DISTGRAD_CORE_TENSOR_MESSAGE_FORMAT_H_
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
 #include <array>
@@ -82,10 +83,13 @@ inline std::optional<int64_t> DenseElements(at::IntArrayRef sizes, at::IntArrayR
 // Copies a tensor to another device. One that shows an element in many places, as expand() makes
 // it, does so there, too, and only what is in memory is copied: Tensor::to() would make all of it.
 inline at::Tensor CopyTo(const at::Tensor& tensor, at::Device device, bool non_blocking = false) {
-  const bool may_repeat = tensor.layout() == at::kStrided && tensor.numel() > 0;
+  const bool may_repeat =
+      tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.numel() > 0;
   const std::optional<int64_t> elements =
       may_repeat ? DenseElements(tensor.sizes(), tensor.strides()) : std::nullopt;
   if (!elements.has_value() || *elements == tensor.numel()) return tensor.to(device, non_blocking);
+  // Its views are views of nothing, whatever the caller's grad mode is: it may be written to later.
+  const at::AutoDispatchBelowADInplaceOrView below;
   return tensor.as_strided({*elements}, {1})
       .to(device, non_blocking)
       .as_strided(tensor.sizes(), tensor.strides(), 0);

@@ -225,6 +225,7 @@ class Decoder {
   }
 
   c10::complex<double> Complex() {
+    Take(1, 48);  // on the heap, in a value
     const double real = reader_.F64();
     return {real, reader_.F64()};
   }

@@ -64,9 +64,9 @@ class Optimizer {
   absl::Status Step(const Context& context);
 
   // Sets the learning rate of all parameters of all parts, from the next step on, for schedules.
-  // Waits. Without SetWorkers() the workers are those that this one has heard of
-  // (Worker::members()): who joins makes its part with the rate that holds then. kInvalidArgument
-  // if it is negative or not finite; else it fails as a step does.
+  // Waits. Without SetWorkers() these are the workers that this one has heard of
+  // (Worker::members()): where workers join, UpdateMembers() comes before it. kInvalidArgument if
+  // it is negative or not finite; else it fails as a step does.
   absl::Status SetLearningRate(double learning_rate);
 
   // Clips the gradients of all parts by their global norm, before a step: the 2-norm of all of

@@ -110,7 +110,9 @@ impl Optimizer<'_> {
     }
 
     /// Sets the learning rate of the parts of all workers, from the next step on: for schedules.
-    /// Waits for all.
+    /// Waits for all. Without [`set_workers`](Self::set_workers) these are those that this worker
+    /// has heard of: where workers join, [`Worker::update_members`](crate::Worker::update_members)
+    /// comes before it.
     ///
     /// Errors as of a step; `Code::InvalidArgument`, and nothing is changed, if it is negative or
     /// not finite.

@@ -1118,8 +1118,8 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_clip_gradients(dg_optimizer* optimizer
 
 /* Sets the learning rate of the parts of all workers, from the next step on: for schedules.
  * Waits for all. Without dg_optimizer_set_workers() these are those that this worker has heard of
- * (dg_worker_members): who joins makes its part with the rate that holds then. Errors as of a step;
- * DG_INVALID_ARGUMENT, and nothing is changed, if it is negative or not finite. */
+ * (dg_worker_members): where workers join, dg_worker_update_members() comes before it. Errors as of
+ * a step; DG_INVALID_ARGUMENT, and nothing is changed, if it is negative or not finite. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_set_learning_rate(dg_optimizer* optimizer,
                                                             double learning_rate) DG_NOEXCEPT;
 
