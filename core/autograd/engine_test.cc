@@ -748,6 +748,7 @@ TEST_F(EngineTest, AnErrorPastTheDeadlineQuotesSixteenWorkers) {
   for (size_t at = 0; (at = message.find("what it waited for", at)) != message.npos; ++at) ++quoted;
   EXPECT_EQ(pass.Wait().status().code(), absl::StatusCode::kDeadlineExceeded);
   EXPECT_EQ(quoted, 15u) << "and its own; " << message;
+  EXPECT_THAT(message, HasSubstr("the end of worker "));
 }
 
 // It is lost, and its message comes late: that says nothing of what the others have still to say.

@@ -88,6 +88,31 @@ TEST_F(LookupsTest, EachWaitsAsLongAsItsCallerHasTime) {
   EXPECT_EQ(patient.Wait()->name, "one");
 }
 
+// Those included that the store is being asked for just now.
+TEST_F(LookupsTest, HowManyWaitIsBounded) {
+  constexpr int kMost = 4096;
+  for (int round = 0; round < 2; ++round) {
+    absl::Notification asked, goes, over;
+    std::atomic<int> found{0};
+    const auto count = [&](const absl::StatusOr<WorkerInfo>& worker) { found += worker.ok(); };
+    lookups_.Find("one", Later(), [&](const absl::StatusOr<WorkerInfo>& worker) {
+      asked.Notify();
+      goes.WaitForNotification();
+      count(worker);
+    });
+    asked.WaitForNotification();
+    for (int i = 1; i < kMost; ++i) lookups_.Find("one", Later(), count);
+    Answer beyond;
+    lookups_.Find("one", Later(), beyond.Take());
+    EXPECT_TRUE(beyond.done.HasBeenNotified());
+    ASSERT_TRUE(lookups_.Run([&] { over.Notify(); }));  // behind them
+    goes.Notify();
+    over.WaitForNotification();
+    EXPECT_TRUE(absl::IsResourceExhausted(beyond.Wait().status())) << beyond.found.status();
+    EXPECT_EQ(found, kMost);
+  }
+}
+
 // On their thread, which ends the process if that throws.
 TEST_F(LookupsTest, WithoutMemoryEachIsAnsweredAllTheSame) {
   for (const bool silent : {false, true}) {

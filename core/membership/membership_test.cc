@@ -1132,6 +1132,23 @@ TEST(SignedMembershipTest, ALossIsSaidThoughTheOwnEntryIsNotSigned) {
   EXPECT_EQ(*said, "7 it was silent");
 }
 
+TEST(SignedMembershipTest, AnEntryThatIsNotSignedHidesNoOther) {
+  const auto raw = NewInProcessStore();
+  const auto store = NewSignedStore("a secret of the whole job", raw);
+  Membership members(store, {.rank = 0, .world_size = 1});
+  ASSERT_TRUE(members.Claim(Later()).ok());
+  ASSERT_TRUE(members.Enter(Worker(0), Later()).ok());
+  ASSERT_TRUE(store->Set("worker/1", EncodeWorkerInfo(Worker(1)), Later()).ok());
+  ASSERT_TRUE(raw->Set("worker/2", "what nobody has signed", Later()).ok());
+  const auto found = members.FindEach({WorkerRank{0}, WorkerRank{1}, WorkerRank{2}}, Later());
+  ASSERT_EQ(found.size(), 3u);
+  for (int rank = 0; rank < 2; ++rank) {
+    ASSERT_TRUE(found[rank].ok()) << found[rank].status();
+    EXPECT_EQ(found[rank]->name, absl::StrCat("worker", rank));
+  }
+  EXPECT_TRUE(absl::IsUnauthenticated(found[2].status())) << found[2].status();
+}
+
 // The others find it gone, and may have said so.
 TEST_F(RunningJobTest, OneThatIsClosedDeniesNoLoss) {
   Start(2);

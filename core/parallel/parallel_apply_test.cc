@@ -23,6 +23,7 @@
 #include "gtest/gtest.h"
 #include "tests/testing/fail_allocation.h"
 #include "tests/testing/fake_device/fake_device.h"
+#include "tests/testing/no_threads.h"
 
 namespace distgrad {
 namespace {
@@ -147,6 +148,18 @@ TEST(ParallelApply, OtherExceptionsAreNested) {
   }
   const std::function<Tensor(int)> odd = [](int) -> Tensor { throw 7; };
   EXPECT_THROW(ParallelApply(std::vector{odd}, std::vector{1}), std::runtime_error);
+}
+
+TEST(ParallelApply, WithoutMoreThreadsTheyRunOneAfterTheOther) {
+  const auto caller = std::this_thread::get_id();
+  const Function add = [&](const Tensor& t) {
+    EXPECT_EQ(std::this_thread::get_id(), caller);
+    return t + 1;
+  };
+  const NoThreads no_threads;
+  const std::vector<Tensor> results =
+      ParallelApply(std::vector<Function>(3, add), std::vector<Tensor>(3, at::ones({1})));
+  for (const Tensor& result : results) EXPECT_EQ(result.item<float>(), 2);
 }
 
 TEST(ParallelApply, NumbersMustAgree) {

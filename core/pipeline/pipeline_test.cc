@@ -20,6 +20,7 @@
 #include <ATen/ops/randn.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
@@ -470,10 +471,17 @@ TEST_P(PipelineTest, AnEvaluationGivesOutputsAndLosses) {
     Cluster cluster(Workers(one.schedule.ranks()));
     const EqualLayers layers(stages);
     std::atomic<bool> grad_mode{false};
-    const auto made = MakeStages(cluster, one.schedule.rank_of_stage, [&](int s, Tensors in) {
+    const at::Tensor reused = at::zeros({});
+    const auto forward = [&](int s, Tensors in) {
       if (at::GradMode::is_enabled()) grad_mode = true;
       return layers.Forward(s, in);
-    });
+    };
+    // It may give each loss in the memory of the one before.
+    const auto loss = [&](Tensors outputs, Tensors targets) {
+      reused.copy_(Loss(std::move(outputs), std::move(targets)));
+      return reused;
+    };
+    const auto made = MakeStages(cluster, one.schedule.rank_of_stage, forward, loss);
     const auto pipeline = MakePipeline(cluster, one.schedule);
     const at::Tensor x = at::randn({11, 16}), y = at::randn({11, 16});
     const int count = one.schedule.micro_batches;
@@ -2967,6 +2975,24 @@ TEST_P(PipelineTest, AfterAStepNothingOfItIsKept) {
   });
   const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
   EXPECT_EQ(pipeline->Evaluate({at::randn({4, 16})}).status(), absl::OkStatus());
+  EXPECT_TRUE(end->WaitForNotificationWithTimeout(absl::Seconds(30)));
+}
+
+// A step that is taken again may need that memory.
+TEST_P(PipelineTest, AfterAStepThatHasFailedNothingOfItIsKept) {
+  Cluster cluster(Workers(2));
+  const EqualLayers layers(2);
+  const auto end = std::make_shared<absl::Notification>();
+  const auto stages = MakeStages(cluster, {0, 1}, [&](int stage, Tensors in) -> Tensors {
+    TORCH_CHECK(stage == 0, "no forward today");
+    const at::Tensor saved = Watched(layers.Forward(0, in)[0].detach(), end).requires_grad_();
+    return {saved * saved};
+  });
+  const auto pipeline = MakePipeline(cluster, *GPipe(2, 1));
+  const Context context = cluster[0].NewContext();
+  const absl::Status status =
+      pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+  EXPECT_THAT(std::string(status.message()), HasSubstr("no forward today"));
   EXPECT_TRUE(end->WaitForNotificationWithTimeout(absl::Seconds(30)));
 }
 

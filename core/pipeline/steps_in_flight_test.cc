@@ -285,6 +285,13 @@ TEST_P(StepsInFlightTest, AStepThatNobodyWaitsForEnds) {
   Started next = Start(cluster, *pipeline);
   EXPECT_EQ(next.step.Wait().status(), absl::OkStatus());
   EXPECT_EQ(steps, 1);
+  // So does one in whose place another one comes.
+  Started replaced = Start(cluster, *pipeline), behind = Start(cluster, *pipeline);
+  replaced.step = std::move(behind.step);
+  replaced.step.Wait().status().IgnoreError();
+  const Context context = cluster[0].NewContext();
+  EXPECT_EQ(pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status(),
+            absl::OkStatus());
 }
 
 TEST_P(StepsInFlightTest, WhatMayNotRunBesideAStepIsRefused) {
@@ -559,6 +566,11 @@ class DriverOfOneStage {
                         .weights = {1}};
     return Call(kBeginStep, EncodePlan(plan), context).Wait().status();
   }
+  absl::Status Deliver(const Parcel& parcel, Tensors tensors) const {
+    return Call(kDeliver, EncodeParcel(parcel), /*context=*/nullptr, std::move(tensors))
+        .Wait()
+        .status();
+  }
   Future<Message> Run(uint64_t step) const {
     return Call(kRunStep, EncodeStepRef({.step = step, .first_stage = 0}));
   }
@@ -571,9 +583,9 @@ class DriverOfOneStage {
 
  private:
   Future<Message> Call(absl::string_view function, std::string payload,
-                       const Context* context = nullptr) const {
-    return worker_.CallAsync("worker0", absl::StrCat(function, "model"), {std::move(payload), {}},
-                             {.context = context});
+                       const Context* context = nullptr, Tensors tensors = {}) const {
+    return worker_.CallAsync("worker0", absl::StrCat(function, "model"),
+                             {std::move(payload), std::move(tensors)}, {.context = context});
   }
 
   Worker& worker_;
@@ -586,6 +598,25 @@ class OneStageTest : public testing::Test {
       &cluster_[0], "model", {{0, {.forward = [](Tensors in) { return in; }}}});
   const DriverOfOneStage driver_{cluster_[0]};
 };
+
+TEST_F(OneStageTest, AParcelThatComesTwiceOrIsAnothersIsRefused) {
+  ASSERT_EQ(driver_.Begin(1, /*follows=*/0), absl::OkStatus());
+  const StepRef to{.step = 1, .first_stage = 0};
+  const Tensors first{at::randn({4, 16})}, second{at::randn({4, 16})};
+  for (const Parcel& parcel :
+       {Parcel{.to = to, .stage = 1}, Parcel{.to = to, .micro_batch = 1},
+        Parcel{.to = to, .other = 1}, Parcel{.to = to, .wanted = {false, false}}}) {
+    const absl::Status status = driver_.Deliver(parcel, second);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  }
+  ASSERT_EQ(driver_.Deliver({.to = to}, first), absl::OkStatus());
+  const absl::Status again = driver_.Deliver({.to = to}, second);
+  EXPECT_EQ(again.code(), absl::StatusCode::kAlreadyExists) << again;
+  const absl::StatusOr<Message> result = driver_.Run(1).Wait();
+  ASSERT_TRUE(result.ok()) << result.status();
+  ASSERT_EQ(result->tensors.size(), 1u);
+  EXPECT_TRUE(at::equal(result->tensors[0], first[0]));
+}
 
 // Its driver may be lost before it says that the step has ended.
 TEST_F(OneStageTest, AStepThatNobodyCanStartHoldsUpNoneBehindIt) {

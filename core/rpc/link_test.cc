@@ -165,14 +165,14 @@ TEST_F(LinkTest, WhatIsHeldIsBounded) {
 TEST_F(LinkTest, SoAreItsBytes) {
   shared_.limits.bytes_per_peer = 100;
   const auto link = NewLink(Link::Kind::kAccepted);
-  for (int i = 0; i < 2; ++i) {
-    link->OnPacket(Text(std::string(60, 'a')));
+  const std::string text(40, 'a');
+  for (int round = 0; round < 2; ++round) {
+    for (int i = 0; i < 2; ++i) link->OnPacket(Text(text));
     EXPECT_THAT(owner_->closed, IsEmpty()) << "what was handed on counts no more";
     link->Release();
     link->Hold();
   }
-  link->OnPacket(Text(std::string(60, 'a')));
-  link->OnPacket(Text(std::string(60, 'b')));
+  for (int i = 0; i < 3; ++i) link->OnPacket(Text(text));
   ASSERT_EQ(owner_->closed.size(), 1u);
   EXPECT_TRUE(absl::IsResourceExhausted(owner_->closed[0])) << owner_->closed[0];
 }

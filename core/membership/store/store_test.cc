@@ -2221,6 +2221,23 @@ TEST(StoreServerTest, WaitsAreBounded) {
   EXPECT_TRUE(client->Set("key", std::string(90000, 'x'), Later()).ok());
 }
 
+TEST(StoreServerTest, WhatIsDeletedOrReplacedTakesNoRoom) {
+  Socket listener = Socket::Listen("127.0.0.1", 0).value();
+  const uint16_t port = listener.LocalPort().value();
+  const auto server = StoreServer::Start(std::move(listener), {.max_bytes = 100000});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto client = Join(port);
+  const std::string value(1000, 'x');
+  for (int i = 0; i < 200; ++i) {
+    const std::string key = absl::StrCat("key", i);
+    ASSERT_EQ(client->Set(key, value, Later()), absl::OkStatus()) << i;
+    ASSERT_EQ(client->Delete(key, Later()), absl::OkStatus());
+  }
+  for (int i = 0; i < 200; ++i) {
+    ASSERT_EQ(client->Set("key", value, Later()), absl::OkStatus()) << i;
+  }
+}
+
 // So many bytes, also of what has none of its own.
 TEST(StoreServerTest, WhatAnEntryCostsBesideItsBytesCounts) {
   Socket listener = Socket::Listen("127.0.0.1", 0).value();

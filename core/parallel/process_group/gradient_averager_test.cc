@@ -1475,6 +1475,20 @@ TEST(GradientAveragerTest, AContextThatWasGivenUpMayBeAveragedAfterAll) {
   });
 }
 
+TEST(GradientAveragerTest, AContextThatWasAveragedInItsBackwardMayBeSummedWithOthers) {
+  RunRanks(2, [](Group group) {
+    const Tensor w = Parameter({2});
+    const auto averager = NewAverager(group, {{"w", w}}, {}, {.in_backward = false});
+    ContextRecord context(1), sum(2);
+    ASSERT_EQ(averager->AverageInBackward(context), absl::OkStatus());
+    AddGradient(context, w, torch::full({2}, group->rank() + 1.0f));
+    ASSERT_EQ(averager->Average(context), absl::OkStatus());
+    EXPECT_FALSE(context.has_leaf_observer());
+    EXPECT_EQ(sum.TakeGradientsOf(context), absl::OkStatus());
+    EXPECT_TRUE(sum.Gradient(w)->equal(torch::full({2}, 1.5f)));
+  });
+}
+
 // The others have seen nothing of it.
 TEST(GradientAveragerTest, AReleaseBeforeTheFirstBucketIsNoErrorOfTheGroup) {
   RunRanks(1, [](Group group) {

@@ -389,6 +389,21 @@ TEST(ProcessGroupTest, ARankThatLacksMemoryFailsTheOthersAtOnce) {
   }
 }
 
+TEST(ProcessGroupTest, TheFirstRankThatFailsIsTheCause) {
+  absl::Barrier all_have_it(3), one_has_failed(3), two_have_failed(3);
+  RunRanks(3, [&](std::shared_ptr<ProcessGroup> group) {
+    all_have_it.Block();
+    if (group->rank() == 0) group->Fail(absl::DataLossError("no disk"));
+    one_has_failed.Block();
+    if (group->rank() == 1) group->Fail(absl::AbortedError("no patience"));
+    two_have_failed.Block();
+    if (group->rank() != 2) return;
+    const absl::Status status = group->Average({at::ones({3})});
+    EXPECT_TRUE(Contains(status, "rank 0 failed: no disk")) << status;
+    EXPECT_FALSE(Contains(status, "no patience")) << status;
+  });
+}
+
 // The others have what they wanted, and are not to lose the group by it.
 TEST(ProcessGroupTest, WhatARankCannotStoreAtTheEndIsItsOwnError) {
   for (const bool sum : {true, false}) {
