@@ -648,15 +648,15 @@ TEST_F(NoMemoryTest, Completions) {
   dg_completions* completions = nullptr;
   ExpectOk(dg_completions_create(&completions));
   std::vector<uint64_t> watched;
-  constexpr uint64_t kAllocations = 5;  // more than a watch makes
-  for (uint64_t tag = 0; tag < 200 * kAllocations; ++tag) {
-    FailAllocation(static_cast<int>(tag % kAllocations));
+  constexpr uint64_t kEach = 200;  // more than a queue has memory for at a time
+  for (uint64_t tag = 0; tag < 5 * kEach; ++tag) {
+    FailAllocation(static_cast<int>(tag / kEach));
     dg_error* const error = dg_completions_watch(completions, call, tag);
     FailAllocation(-1);
     if (error == nullptr) watched.push_back(tag);
     dg_error_destroy(error);
   }
-  EXPECT_GE(watched.size(), 200u);
+  EXPECT_GE(watched.size(), kEach);
   std::vector<uint64_t> tags(watched.size() + 1);
   size_t count = 0;
   ExpectOk(dg_completions_take(completions, tags.data(), tags.size(), &count));
