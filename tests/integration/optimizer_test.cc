@@ -439,7 +439,7 @@ TEST(OptimizerStepTest, OneWhoHasJoinedIsSteppedToo) {
                              return Message{"", {request.message.tensors[0] * v}};
                            }),
             absl::OkStatus());
-  const Context context = team[1].NewContext();
+  Context context = team[1].NewContext();
   const at::Tensor y =
       team.Run(1, 2, context,
                [&](Tensors in, Request& request) -> absl::StatusOr<Tensors> {
@@ -456,6 +456,7 @@ TEST(OptimizerStepTest, OneWhoHasJoinedIsSteppedToo) {
   EXPECT_NEAR(*norm, x.norm().item<double>(), 1e-5);
   ASSERT_EQ(parts[1]->Step(context), absl::OkStatus());
   EXPECT_TRUE(at::allclose(v.detach(), 1 - x.detach())) << v;
+  context.Release();
   EXPECT_EQ(late->Leave(Deadline::Never()), absl::OkStatus());
 }
 

@@ -234,7 +234,7 @@ TEST(SumGradientsMembersTest, OneWhoHasJoinedSumsToo) {
                              return Message{"", {GradientOf(request.context, v)}};
                            }),
             absl::OkStatus());
-  const Context first = team[1].NewContext(), second = team[1].NewContext();
+  Context first = team[1].NewContext(), second = team[1].NewContext();
   ASSERT_EQ(first.Backward({Leaf({1}, 2).sum()}), absl::OkStatus());
   const at::Tensor y =
       team.Run(1, 2, second,
@@ -250,6 +250,8 @@ TEST(SumGradientsMembersTest, OneWhoHasJoinedSumsToo) {
   const auto gradient = team[1].Call("late", "gradient", {}, {.context = &first});
   ASSERT_TRUE(gradient.ok()) << gradient.status();
   ExpectSame(gradient->tensors[0], x.detach());
+  first.Release();
+  second.Release();
   EXPECT_EQ(late->Leave(Deadline::Never()), absl::OkStatus());
 }
 
