@@ -207,7 +207,9 @@ TEST(ReplicaThreads, NoneRunsOnWhenRunHasThrown) {
     let_go();
     threads = nullptr;  // joins them
     ASSERT_EQ(done, done_then) << "where allocation " << nth << " failed";
-    if (!failed) EXPECT_EQ(done, 3);
+    if (!failed) {
+      EXPECT_EQ(done, 3);
+    }
   }
 }
 
