@@ -33,7 +33,8 @@ class Fault : public FaultInjector {
   Action OnSend(const std::string& from, const std::string&, Packet& packet) override {
     if (from != of) return Action::kDeliver;
     if (loses_next.exchange(false)) {
-      packet = {.segments_status = absl::ResourceExhaustedError("it is beyond a limit")};
+      packet = Packet();
+      packet.segments_status = absl::ResourceExhaustedError("it is beyond a limit");
     }
     return action.load();
   }
