@@ -39,10 +39,11 @@ fn main() {
 
 /// The folders of the headers and of the library.
 fn find() -> Option<(PathBuf, PathBuf)> {
+    // A relative path starts in the crate's folder, where cargo runs this; what is told of it here
+    // is used in other folders.
+    let here = env::current_dir().expect("a working folder");
     if let Some(prefix) = env::var_os("DISTGRAD_DIR").filter(|prefix| !prefix.is_empty()) {
-        // A relative path starts in the crate's folder, where cargo runs this; what is told of it
-        // here is used in other folders.
-        let prefix = env::current_dir().expect("a working folder").join(prefix);
+        let prefix = here.join(prefix);
         let (include, lib) = (prefix.join("include"), prefix.join("lib"));
         for needed in [include.join("distgrad/distgrad.hpp"), lib.join("libdistgrad.so")] {
             if !needed.exists() {
@@ -61,8 +62,8 @@ fn find() -> Option<(PathBuf, PathBuf)> {
     match found {
         // A library in the system's own folders has no paths to tell.
         Ok(found) => Some((
-            found.include_paths.first().cloned().unwrap_or_else(|| "/usr/include".into()),
-            found.link_paths.first().cloned().unwrap_or_else(|| "/usr/lib".into()),
+            here.join(found.include_paths.first().cloned().unwrap_or_else(|| "/usr/include".into())),
+            here.join(found.link_paths.first().cloned().unwrap_or_else(|| "/usr/lib".into())),
         )),
         Err(error) => {
             let text = error.to_string();

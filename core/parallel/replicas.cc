@@ -261,7 +261,6 @@ void Replicas::Install(size_t replica) {
     autograd_impl::set_version_counter(member.tensor, autograd_impl::version_counter(value));
   }
   if (edges_installed_[replica] == edges_made_) return;
-  edges_installed_[replica] = edges_made_;
   for (Member& member : members_[replica]) {
     const Source& source = sources_[member.source];
     if (source.node != nullptr) {
@@ -272,6 +271,8 @@ void Replicas::Install(size_t replica) {
       member.tensor.set_requires_grad(false);
     }
   }
+  // Last: where there is no memory for one of them the next forward begins anew.
+  edges_installed_[replica] = edges_made_;
 }
 
 void Replicas::Keep(size_t count) {
@@ -302,7 +303,11 @@ void Replicas::Keep(size_t count) {
       const at::AutoDispatchBelowADInplaceOrView below;
       source.tensor.copy_(member.tensor);
     }
-    if (member.version == VersionOf(member.tensor) || source.tensor.is_inference()) continue;
+    // One without a version is known by another name, too.
+    if (!member.source_version.has_value() || member.version == VersionOf(member.tensor) ||
+        source.tensor.is_inference()) {
+      continue;
+    }
     source.tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
