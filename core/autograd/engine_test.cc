@@ -668,7 +668,7 @@ TEST_F(EngineTest, ARootThatNoCallGaveInAContextSaysSo) {
 // It may have workers of one job, or of two, that know a context by one number, and edges, too.
 TEST_F(EngineTest, APassTakesNoTensorThatAnotherWorkerOfThisProcessHasReceived) {
   const std::pair<ContextRecord::Holder, std::string> all[] = {
-      {{kOther, 2}, "from worker 2 by another worker of this process, 3"},
+      {{kOther, 2}, "from worker 2 by another worker of this process (of this job worker 3)"},
       {{kSelf, 2}, "from worker 2 in another job"}};
   for (const auto& [holder, why] : all) {
     for (const size_t tensors : {1, 2}) {

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -306,16 +307,28 @@ class PipelineStages::Impl {
   bool Close(Deadline deadline) {
     std::vector<std::shared_ptr<RankStep>> steps;  // to which no others come once it is closed
     std::vector<RankThread*> threads;              // which last as long as this
+    // The first stops the steps, for the worker may be gone when one Close() has returned true; the
+    // next one does where there was no memory for that.
+    bool is_first = false;
+    absl::Cleanup again = [&] {
+      if (!is_first) return;
+      absl::MutexLock lock(&mu_);
+      stops_ = false;
+    };
     {
       absl::MutexLock lock(&mu_);
       closed_ = true;
+      is_first = !std::exchange(stops_, true);
       for (auto& [first_stage, rank] : ranks_) {
-        const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
-        steps.insert(steps.end(), all.begin(), all.end());
+        if (is_first) {
+          const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
+          steps.insert(steps.end(), all.begin(), all.end());
+        }
         if (rank.thread != nullptr) threads.push_back(rank.thread.get());
       }
     }
     for (const std::shared_ptr<RankStep>& step : steps) step->Stop(Closed());
+    std::move(again).Cancel();
     for (RankThread* thread : threads) thread->Close();
     bool idle = true;
     for (RankThread* thread : threads) idle = thread->AwaitIdle(deadline) && idle;
@@ -493,6 +506,7 @@ class PipelineStages::Impl {
 
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  bool stops_ ABSL_GUARDED_BY(mu_) = false;  // a Close() has stopped the steps, or is about to
   // By their first stages. Once closed_ is set there come no others.
   std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);
 
