@@ -6,7 +6,7 @@
 
 #include "core/base/ids.h"
 #include "core/base/status.h"
-#include "core/base/wire.h"
+#include "core/worker/context_peers.h"
 
 namespace distgrad {
 
@@ -38,9 +38,7 @@ absl::StatusOr<std::vector<Message>> CallMembers(Worker& worker, const std::stri
     DG_ASSIGN_OR_RETURN(std::vector<Message> answers,
                         CallWorkers(worker, due, function, message, &context));
     for (Message& answer : answers) {
-      WireReader reader(answer.payload);
-      while (reader.ok() && reader.remaining() > 0) peers.insert(reader.U16());
-      DG_RETURN_IF_ERROR(reader.status("the peers of a context"));
+      DG_RETURN_IF_ERROR(ReadPeers(answer.payload, &peers));
       replies.push_back(std::move(answer));
     }
     std::set<WorkerRank> unknown = peers;
@@ -48,17 +46,6 @@ absl::StatusOr<std::vector<Message>> CallMembers(Worker& worker, const std::stri
     // Those who have left stay unknown.
     if (!unknown.empty()) DG_RETURN_IF_ERROR(worker.UpdateMembers());
   }
-}
-
-std::string NamePeers(absl::Span<ContextRecord* const> contexts) {
-  std::set<WorkerRank> peers;
-  for (const ContextRecord* const context : contexts) {
-    for (const WorkerRank peer : context->Peers()) peers.insert(peer);
-  }
-  std::string payload;
-  WireWriter writer(&payload);
-  for (const WorkerRank peer : peers) writer.U16(peer);
-  return payload;
 }
 
 }  // namespace distgrad

@@ -7,7 +7,6 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
-#include "core/autograd/context_record.h"
 #include "core/tensor/message.h"
 #include "core/worker/context.h"
 #include "core/worker/worker.h"
@@ -22,15 +21,12 @@ absl::StatusOr<std::vector<Message>> CallWorkers(Worker& worker,
                                                  const std::string& function,
                                                  const Message& message, const Context* context);
 
-// The same of all members, each of which serves the function with a reply that NamePeers() has
-// made. A member that has joined, and of which this worker has not heard, is among those: what it
-// has of the context came by way of another one, whose reply names it. The store is asked only
-// then. Those found so come last.
+// The same of all members, each of which serves the function with a reply that NamePeers()
+// (context_peers.h) has made. A member that has joined, and of which this worker has not heard, is
+// among those: what it has of the context came by way of another one, whose reply names it. The
+// store is asked only then. Those found so come last.
 absl::StatusOr<std::vector<Message>> CallMembers(Worker& worker, const std::string& function,
                                                  const Message& message, const Context& context);
-
-// Makes the payload of a reply: the workers with which this one shares any of the contexts.
-std::string NamePeers(absl::Span<ContextRecord* const> contexts);
 
 }  // namespace distgrad
 

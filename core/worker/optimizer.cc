@@ -19,6 +19,7 @@
 #include "core/checkpoint/optimizer_checkpoint.h"
 #include "core/optim/local_optimizer.h"
 #include "core/tensor/exception.h"
+#include "core/worker/context_peers.h"
 #include "core/worker/member_calls.h"
 
 namespace distgrad {

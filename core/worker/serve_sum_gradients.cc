@@ -8,7 +8,7 @@
 #include "core/autograd/context_record.h"
 #include "core/base/status.h"
 #include "core/base/wire.h"
-#include "core/worker/member_calls.h"
+#include "core/worker/context_peers.h"
 
 namespace distgrad {
 
