@@ -62,7 +62,9 @@ fn find() -> Option<(PathBuf, PathBuf)> {
     match found {
         // A library in the system's own folders has no paths to tell.
         Ok(found) => Some((
-            here.join(found.include_paths.first().cloned().unwrap_or_else(|| "/usr/include".into())),
+            here.join(
+                found.include_paths.first().cloned().unwrap_or_else(|| "/usr/include".into()),
+            ),
             here.join(found.link_paths.first().cloned().unwrap_or_else(|| "/usr/lib".into())),
         )),
         Err(error) => {
