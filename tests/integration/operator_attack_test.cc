@@ -144,7 +144,7 @@ std::vector<Attack> Attacks() {
       // Lists.
       {"aten::meshgrid", {std::vector<at::Tensor>(1000, x)}, kExhausted},
       {"aten::topk", {at::ones({500000}), 1}, kExhausted},
-      {"aten::roll", {x, Ints(200000, 0), Ints(200000, 0)}, kInvalid},
+      {"aten::roll", {x, Ints(100000, 0), Ints(100000, 0)}, kInvalid},
       // Sizes of what has no elements there: lists of as many columns, which may be any number.
       {"aten::mm", {Sparse(1, 1), Sparse(1, kWide)}, kExhausted},
       {"aten::matmul", {Sparse(1, 1), Sparse(1, kWide)}, kExhausted},
