@@ -469,7 +469,7 @@ TEST(OptimizerStepTest, WaitsForRoomOnTheWayToAWorker) {
     }
   };
   ClusterOptions options{.faults = std::make_shared<Faults>()};
-  options.limits.bytes_per_peer = 64 << 10;
+  options.limits_of[0].bytes_per_peer = 64 << 10;  // the other one takes more
   Team team(2, options);
   const at::Tensor w = at::ones({2}).set_requires_grad(true);
   const at::Tensor v = at::ones({2}).set_requires_grad(true);
