@@ -70,7 +70,7 @@ void ReplicaThreads::Run(size_t count, absl::FunctionRef<void(size_t)> work) {
       bool scheduled = false;
       try {
         scheduled = pool_.Schedule(run_as_caller);
-      } catch (const std::bad_alloc&) {
+      } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): as where there is none
       }
       if (!scheduled) run_as_caller();
     }

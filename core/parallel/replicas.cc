@@ -248,9 +248,9 @@ void Replicas::Install(size_t replica) {
       const bool same = member.source_version == source.version && member.version == before;
       member.version = same ? before : before + 1;
       member.source_version = std::nullopt;  // should there be no memory for the counter
-      c10::VariableVersion counter(member.version);
+      const c10::VariableVersion counter(member.version);
       member.tensor.set_data(value);
-      autograd_impl::set_version_counter(member.tensor, std::move(counter));
+      autograd_impl::set_version_counter(member.tensor, counter);
       member.source_version = source.version;
       continue;
     }

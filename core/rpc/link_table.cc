@@ -65,7 +65,7 @@ std::string NameIn(const Peers& peers, WorkerRank worker) {
 }
 
 // Returns why a connection is refused, and has it in the log, with who has opened it.
-const absl::Status& Logged(const absl::Status& why, const Peers& peers, WorkerRank from) {
+absl::Status Logged(const absl::Status& why, const Peers& peers, WorkerRank from) {
   DG_LOG(WARNING) << "refusing a connection from worker " << NameIn(peers, from) << ": "
                   << why.message();
   return why;
