@@ -291,7 +291,8 @@ TEST_P(BackwardTest, WhatAnotherWorkerOfTheProcessHasReceivedIsRefused) {
     ASSERT_TRUE(reply.ok()) << reply.status();
     const absl::Status status = context.Backward({(kept.front() * kept.back()).sum()});
     EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
-    EXPECT_NE(status.message().find("by another worker of this process, 1: "), std::string::npos)
+    EXPECT_NE(status.message().find("by another worker of this process (of this job worker 1): "),
+              std::string::npos)
         << status;
   }
 }
