@@ -10,6 +10,7 @@ namespace distgrad {
 
 bool IsInMemory(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return true;
+  if (tensor._is_zerotensor()) return false;
   int64_t last = tensor.storage_offset();
   for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   return (static_cast<size_t>(last) + 1) * tensor.element_size() <= tensor.storage().nbytes();
