@@ -24,6 +24,12 @@
 namespace distgrad {
 namespace {
 
+struct Hook : torch::autograd::PostAccumulateGradHook {
+  explicit Hook(std::function<void()> body) : body(std::move(body)) {}
+  void operator()(const at::Tensor&) override { body(); }
+  const std::function<void()> body;
+};
+
 class LocalOptimizerTest : public testing::Test {
  protected:
   static void AddGradient(ContextRecord& context, const at::Tensor& parameter, double value) {
@@ -112,11 +118,6 @@ TEST_F(LocalOptimizerTest, WhatAStepInInferenceModeMakesIsNoTensorOfIt) {
 // hook; so whoever waits for that step must not keep the pool's thread.
 TEST_F(LocalOptimizerTest, WhoWaitsForAStepLeavesItsThreadToOthers) {
   std::promise<void> in_hook, done, go_on;
-  struct Hook : torch::autograd::PostAccumulateGradHook {
-    explicit Hook(std::function<void()> body) : body(std::move(body)) {}
-    void operator()(const at::Tensor&) override { body(); }
-    const std::function<void()> body;
-  };
   AddGradient(context_, used_, 3);
   torch::autograd::impl::set_post_acc_grad_hooks(used_, std::make_unique<Hook>([&] {
                                                    in_hook.set_value();
@@ -184,11 +185,6 @@ TEST_F(LocalOptimizerTest, APostAccumulateHookMayRunWhileTheParameterIsStepped) 
     in_step.set_value();
     in_hook.get_future().wait_for(std::chrono::seconds(1));
   }));
-  struct Hook : torch::autograd::PostAccumulateGradHook {
-    explicit Hook(std::function<void()> body) : body(std::move(body)) {}
-    void operator()(const at::Tensor&) override { body(); }
-    const std::function<void()> body;
-  };
   AddGradient(context_, used_, 3);
   torch::autograd::impl::set_post_acc_grad_hooks(used_, std::make_unique<Hook>([&] {
                                                    in_hook.set_value();
