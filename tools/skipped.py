@@ -1,7 +1,8 @@
 """Says which tests of one `bazel test` were skipped and why, then counts its test targets.
 
 skipped.py FILE [ALLOWED]: FILE was written by that call under --build_event_json_file. Where there
-is a list of what may be skipped (.ci/skips says how it is written), anything else that was fails.
+is a list of what may be skipped (.ci/skips says how it is written), anything else that was fails, and
+what another machine would run is said once more.
 """
 import fnmatch
 import json
@@ -32,11 +33,17 @@ def path_of(uri):
 
 
 def patterns(path):
-    """The lines of a list of what may be skipped."""
+    """The lines of a list of what may be skipped, and of these those that begin with "? "."""
     with open(path, encoding="utf-8") as file:
         lines = [line.strip() for line in file]
+    lines = [line for line in lines if line and line[0] != "#"]
     # Of fnmatch's signs only * is one here.
-    return [line.replace("[", "[[]").replace("?", "[?]") for line in lines if line and line[0] != "#"]
+    escaped = [line.removeprefix("? ").replace("[", "[[]").replace("?", "[?]") for line in lines]
+    return escaped, [pattern for pattern, line in zip(escaped, lines) if line.startswith("? ")]
+
+
+def matches(line, patterns):
+    return any(fnmatch.fnmatchcase(line, pattern) for pattern in patterns)
 
 
 def main(path, allowed=None):
@@ -83,8 +90,11 @@ def main(path, allowed=None):
         print("%d passed, %d failed, %d skipped" % tuple(map(results.count, ("passed", "failed", "skipped"))))
     if allowed is None:
         return 0
-    may = patterns(allowed)
-    others = [line for line in lines if not any(fnmatch.fnmatchcase(line, pattern) for pattern in may)]
+    may, elsewhere = patterns(allowed)
+    for line in lines:
+        if matches(line, elsewhere):
+            print("NOT RUN ON THIS MACHINE: " + line)
+    others = [line for line in lines if not matches(line, may)]
     for line in others:
         print("FAILED: this is not to be skipped here, for %s does not have it: %s" % (allowed, line))
     return 1 if others else 0
