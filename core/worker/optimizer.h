@@ -52,8 +52,8 @@ class Optimizer {
 
   // Names the workers that have parts, this one among them, for the steps, learning rates and clips
   // that are asked for here, from the next one on; without it these are all workers of the job,
-  // also those that join later. kInvalidArgument, and nothing is changed, if a name is there twice,
-  // or this worker's is not; kFailedPrecondition for a local one.
+  // also those that join later, but for learning rates. kInvalidArgument, and nothing is changed,
+  // if a name is there twice, or this worker's is not; kFailedPrecondition for a local one.
   absl::Status SetWorkers(std::vector<std::string> workers);
 
   // Steps the parts of all workers, each from its own gradients in the context, and waits. Returns

@@ -60,7 +60,7 @@ impl Optimizer<'_> {
 
     /// Names the workers that have parts, this one among them, for the steps, learning rates and
     /// clips that are asked for here, from the next one on; without it these are all workers of the
-    /// job, also those that join later.
+    /// job, also those that join later, but for learning rates ([`Optimizer::set_learning_rate`]).
     ///
     /// `Code::InvalidArgument`, and nothing is changed, if a name is there twice, or this worker's is
     /// not; `Code::FailedPrecondition` for a local optimizer.

@@ -1093,8 +1093,9 @@ DG_API DG_MUST_USE dg_error* dg_optimizer_create_adamw(dg_worker* worker, dg_str
 
 /* Names the workers that have parts, this one among them, for the steps, learning rates and
  * clips that are asked for by this handle, from the next one on; without it these are all
- * workers of the job, also those that join later. DG_INVALID_ARGUMENT, and nothing is changed, if
- * a name is there twice, or this worker's is not; DG_FAILED_PRECONDITION for a local optimizer. */
+ * workers of the job, also those that join later, but for learning rates (below).
+ * DG_INVALID_ARGUMENT, and nothing is changed, if a name is there twice, or this worker's is not;
+ * DG_FAILED_PRECONDITION for a local optimizer. */
 DG_API DG_MUST_USE dg_error* dg_optimizer_set_workers(dg_optimizer* optimizer,
                                                       const dg_str* workers,
                                                       size_t worker_count) DG_NOEXCEPT;
