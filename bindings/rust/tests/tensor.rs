@@ -4,7 +4,9 @@ use distgrad::{
     OPERATORS_IN_PLACE,
 };
 use std::{
+    env,
     ffi::c_void,
+    process::Command,
     sync::{
         atomic::{AtomicUsize, Ordering},
         Arc,
@@ -57,6 +59,47 @@ fn wrong_elements_are_errors() {
         floats(&[1.0; 6], &[2, 3]).transpose(0, 1).unwrap().as_slice::<f32>().map(<[_]>::len)
     };
     assert_eq!(turned.unwrap_err().code(), Code::FailedPrecondition);
+}
+
+/// Handles are of the whole process, where other tests make some too: so this is another one.
+#[test]
+#[ignore = "is run by the test below"]
+fn child_that_counts_handles() {
+    #[repr(C)]
+    struct Text {
+        data: *const u8,
+        size: usize,
+    }
+    extern "C" {
+        fn dg_error_create(code: i32, message: Text) -> *mut c_void;
+        fn dg_error_destroy(error: *mut c_void);
+    }
+    // They take the same place one after the other, and number it anew.
+    let next = || {
+        // SAFETY: it is destroyed once, and a text of no bytes needs none.
+        unsafe {
+            let error = dg_error_create(5, Text { data: std::ptr::null(), size: 0 });
+            dg_error_destroy(error);
+            error as usize
+        }
+    };
+    let x = floats(&[1.0; 6], &[2, 3]);
+    let (first, second) = (next(), next());
+    assert_eq!((x.shape(), x.strides()), (vec![2, 3], vec![3, 1]));
+    // SAFETY: nothing writes here.
+    assert_eq!(unsafe { x.as_slice::<f32>() }.unwrap().len(), 6);
+    assert_eq!(next() - second, second - first);
+}
+
+// Where there is none left, a tensor would be one of another layout.
+#[test]
+fn a_layout_takes_no_handle() {
+    let output = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "child_that_counts_handles", "--ignored"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
 
 #[test]

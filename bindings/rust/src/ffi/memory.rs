@@ -97,7 +97,8 @@ impl Tensor {
         if count == 0 {
             return Ok(&[]); // the pointer may be null, and strides mean nothing
         }
-        let (shape, strides) = (self.shape(), self.strides());
+        let shape = raw::tensor_layout(self.handle(), true)?;
+        let strides = raw::tensor_layout(self.handle(), false)?;
         let mut expected = 1;
         for (&size, &stride) in shape.iter().zip(&strides).rev() {
             if size > 1 && stride != expected {

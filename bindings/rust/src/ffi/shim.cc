@@ -184,8 +184,8 @@ TensorHandle tensor_from_memory(uint8_t* data, int32_t dtype, Numbers shape,
 }
 
 rust::Vec<int64_t> tensor_layout(TensorHandle tensor, bool sizes) {
-  const dg::Tensor reference = dg::Tensor::FromBorrowed(tensor);
-  const std::vector<int64_t> numbers = sizes ? reference.shape() : reference.strides();
+  // Without a handle of its own, for which there may be no place.
+  const std::vector<int64_t> numbers = dg::internal::Layout(tensor, sizes);
   return ToVec(numbers.data(), numbers.size());
 }
 
