@@ -3,7 +3,11 @@ use crate::{
     ffi::{self, Handle, Owned, TensorHandle},
     Dtype, Element, Error, Result,
 };
-use std::{fmt, marker::PhantomData};
+use std::{
+    cell::{Cell, RefCell},
+    fmt,
+    rc::Rc,
+};
 
 /// A reference to a torch tensor; a clone refers to the same one.
 ///
@@ -173,6 +177,9 @@ impl fmt::Debug for Tensor {
 /// # }
 /// ```
 ///
+/// Guards of both kinds may end in any order: the last one that lives has its way. One that a task
+/// holds across an `.await` counts for what else its thread does meanwhile.
+///
 /// It does not leave its thread:
 ///
 /// ```compile_fail,E0277
@@ -219,20 +226,35 @@ impl EnableGrad {
     }
 }
 
-struct GradMode {
-    before: bool,
-    // The mode is its thread's.
-    not_send: PhantomData<*const ()>,
+/// What the mode of its thread was before it. An `Rc`, for it does not leave that thread.
+struct GradMode(Rc<Cell<bool>>);
+
+thread_local! {
+    /// Those of the guards that live, in the order in which they were made.
+    static BEFORE: RefCell<Vec<Rc<Cell<bool>>>> = const { RefCell::new(Vec::new()) };
 }
 
 impl GradMode {
     fn new(enabled: bool) -> Self {
-        Self { before: ffi::grad_set_enabled(enabled), not_send: PhantomData }
+        let before = Rc::new(Cell::new(ffi::grad_set_enabled(enabled)));
+        // Without the list, at the end of the thread, it is dropped as the last one.
+        let _ = BEFORE.try_with(|all| all.borrow_mut().push(Rc::clone(&before)));
+        Self(before)
     }
 }
 
 impl Drop for GradMode {
     fn drop(&mut self) {
-        ffi::grad_set_enabled(self.before);
+        let next = BEFORE.try_with(|all| {
+            let mut all = all.borrow_mut();
+            let place = all.iter().position(|one| Rc::ptr_eq(one, &self.0))?;
+            all.remove(place);
+            all.get(place).cloned()
+        });
+        match next {
+            // The one after it has the mode; what was before this one is now before that one.
+            Ok(Some(next)) => next.set(self.0.get()),
+            _ => drop(ffi::grad_set_enabled(self.0.get())),
+        }
     }
 }

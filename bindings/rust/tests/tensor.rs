@@ -1,7 +1,7 @@
 //! Tensors, values and operators.
 use distgrad::{
-    op, op_unchecked, ops, values, Code, DlpackTensor, Dtype, NoGrad, Tensor, Value, OPERATORS,
-    OPERATORS_IN_PLACE,
+    op, op_unchecked, ops, values, Code, DlpackTensor, Dtype, EnableGrad, NoGrad, Tensor, Value,
+    OPERATORS, OPERATORS_IN_PLACE,
 };
 use std::{
     env,
@@ -487,4 +487,32 @@ fn history() {
     let integers = Tensor::from_slice(&[1i64], &[1]).unwrap().require_grad();
     assert_eq!(integers.unwrap_err().code(), Code::InvalidArgument);
     assert_eq!(distgrad::torch_version(), "2.11.0");
+}
+
+// As guards of several tasks on one thread do.
+#[test]
+fn grad_modes_end_in_any_order() {
+    let weight = floats(&[1.0], &[1]).require_grad().unwrap();
+    let records = || weight.square().unwrap().requires_grad();
+    let outer = NoGrad::new();
+    let inner = EnableGrad::new();
+    drop(outer);
+    assert!(records());
+    drop(inner);
+    assert!(records());
+
+    let outer = NoGrad::new();
+    let first = EnableGrad::new();
+    let second = EnableGrad::new();
+    let third = NoGrad::new();
+    drop(second);
+    drop(first);
+    assert!(!records());
+    let last = EnableGrad::new();
+    drop(third);
+    assert!(records());
+    drop(last);
+    assert!(!records());
+    drop(outer);
+    assert!(records());
 }
