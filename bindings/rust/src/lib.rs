@@ -159,7 +159,7 @@ pub use safetensors::{
 pub use state::{ContextState, Member, MemberEvent, MemberEventKind, OnLost, PassState};
 pub use tensor::{EnableGrad, NoGrad, Tensor};
 pub use tls_options::TlsOptions;
-pub use value::Value;
+pub use value::{Scalar, Value};
 pub use worker::{HandlerResult, Worker};
 pub use worker_options::{ServeOperators, WorkerOptions};
 

@@ -1,13 +1,22 @@
 //! Typed methods for operators that are used a lot, generated from the table below.
-use crate::{ffi::op_of_table, op, ops, Dtype, Error, Result, Tensor, Value};
+use crate::{ffi::op_of_table, op, ops, Dtype, Error, Result, Scalar, Tensor, Value};
 
+// Numbers of any kind stand behind a semicolon.
 macro_rules! operators {
-    ($($doc:literal $name:ident($($argument:ident: $type:ty),*) = $op:literal;)*) => {
+    ($(
+        $doc:literal $name:ident($($argument:ident: $type:ty),* $(; $($number:ident),+)?)
+        = $op:literal;
+    )*) => {
         impl Tensor {$(
             #[doc = concat!($doc, ": `", $op, "`.")]
             #[doc(alias = $op)]
-            pub fn $name(&self $(, $argument: $type)*) -> Result<Tensor> {
-                op_of_table($op, &[Value::from(self) $(, Value::from($argument))*])
+            pub fn $name(
+                &self $(, $argument: $type)* $($(, $number: impl Into<Scalar>)+)?
+            ) -> Result<Tensor> {
+                op_of_table($op, &[
+                    Value::from(self) $(, Value::from($argument))*
+                    $($(, Value::from(Into::<Scalar>::into($number)))+)?
+                ])
             }
         )*}
 
@@ -18,14 +27,14 @@ macro_rules! operators {
 }
 operators! {
     "Sum of two" add(other: &Tensor) = "aten::add.Tensor";
-    "Each plus a number" add_scalar(other: f64) = "aten::add.Scalar";
+    "Each plus a number" add_scalar(; other) = "aten::add.Scalar";
     "Difference of two" sub(other: &Tensor) = "aten::sub.Tensor";
-    "Each minus a number" sub_scalar(other: f64) = "aten::sub.Scalar";
+    "Each minus a number" sub_scalar(; other) = "aten::sub.Scalar";
     "Product, element by element" mul(other: &Tensor) = "aten::mul.Tensor";
-    "Each times a number" mul_scalar(other: f64) = "aten::mul.Scalar";
+    "Each times a number" mul_scalar(; other) = "aten::mul.Scalar";
     "Quotient, element by element" div(other: &Tensor) = "aten::div.Tensor";
-    "Each divided by a number" div_scalar(other: f64) = "aten::div.Scalar";
-    "Each to the power of a number" pow(exponent: f64) = "aten::pow.Tensor_Scalar";
+    "Each divided by a number" div_scalar(; other) = "aten::div.Scalar";
+    "Each to the power of a number" pow(; exponent) = "aten::pow.Tensor_Scalar";
     "Minus each" neg() = "aten::neg";
     "Absolute values" abs() = "aten::abs";
     "e to the power of each" exp() = "aten::exp";
@@ -42,11 +51,11 @@ operators! {
     "Hyperbolic tangents" tanh() = "aten::tanh";
     "Exponentials along `dim`, scaled to the sum 1" softmax(dim: i64) = "aten::softmax.int";
     "Logarithms of softmax" log_softmax(dim: i64) = "aten::log_softmax.int";
-    "Each, limited to `min` and `max`" clamp(min: f64, max: f64) = "aten::clamp";
+    "Each, limited to `min` and `max`" clamp(; min, max) = "aten::clamp";
     "The larger of two" maximum(other: &Tensor) = "aten::maximum";
     "The smaller of two" minimum(other: &Tensor) = "aten::minimum";
     "`value` where `mask` is true"
-        masked_fill(mask: &Tensor, value: f64) = "aten::masked_fill.Scalar";
+        masked_fill(mask: &Tensor; value) = "aten::masked_fill.Scalar";
 
     "Product of matrices, batched ones too" matmul(other: &Tensor) = "aten::matmul";
     "Products of `[n, a, b]` and `[n, b, c]`" bmm(other: &Tensor) = "aten::bmm";
@@ -188,8 +197,8 @@ impl Tensor {
     }
     /// A tensor of one value: `aten::full`.
     #[doc(alias = "aten::full")]
-    pub fn full(shape: &[i64], value: f64, dtype: Dtype) -> Result<Tensor> {
-        op("aten::full", &[shape.into(), value.into(), dtype.into()])
+    pub fn full(shape: &[i64], value: impl Into<Scalar>, dtype: Dtype) -> Result<Tensor> {
+        op("aten::full", &[shape.into(), value.into().into(), dtype.into()])
     }
     /// The integers from 0 to `end` - 1, of int64: `aten::arange`.
     #[doc(alias = "aten::arange")]

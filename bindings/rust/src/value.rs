@@ -42,6 +42,51 @@ pub enum Value<'a> {
     Tensors(Cow<'a, [Option<Tensor>]>),
 }
 
+/// A number that an operator takes: an integer keeps a tensor of integers one, a real number makes it
+/// one of float32, as in Python.
+///
+/// ```
+/// use distgrad::{Dtype, Scalar, Tensor};
+/// let ids = Tensor::arange(3)?;
+/// assert_eq!(ids.add_scalar(1)?.to_vec::<i64>()?, [1, 2, 3]);
+/// assert_eq!(ids.add_scalar(1.0)?.dtype(), Dtype::FLOAT32);
+/// let offset = Scalar::from(1i64 << 40); // what the methods make of their arguments
+/// assert_eq!(ids.mul_scalar(offset)?.dtype(), Dtype::INT64);
+/// # distgrad::Result::Ok(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Scalar {
+    /// An integer.
+    Integer(i64),
+    /// A real number.
+    Real(f64),
+}
+
+macro_rules! scalar_from {
+    ($($from:ty => $kind:ident;)*) => {$(
+        impl From<$from> for Scalar {
+            fn from(number: $from) -> Self {
+                Self::$kind(number.into())
+            }
+        }
+    )*};
+}
+scalar_from! {
+    i32 => Integer;
+    i64 => Integer;
+    f32 => Real;
+    f64 => Real;
+}
+
+impl From<Scalar> for Value<'_> {
+    fn from(number: Scalar) -> Self {
+        match number {
+            Scalar::Integer(integer) => Value::Integer(integer),
+            Scalar::Real(real) => Value::Real(real),
+        }
+    }
+}
+
 macro_rules! from {
     ($($from:ty, $name:ident => $value:expr;)*) => {$(
         impl<'a> From<$from> for Value<'a> {

@@ -470,6 +470,31 @@ fn typed_operators_compute() -> distgrad::Result<()> {
 }
 
 #[test]
+fn numbers_keep_integers_exact() -> distgrad::Result<()> {
+    let large = (1i64 << 53) + 1; // no f64 is this
+    let x = Tensor::from_slice(&[large, 3], &[2])?;
+    let integers = |tensor: Tensor| tensor.to_vec::<i64>();
+    assert_eq!(integers(x.add_scalar(1)?)?, [large + 1, 4]);
+    assert_eq!(integers(x.sub_scalar(1)?)?, [large - 1, 2]);
+    assert_eq!(integers(x.mul_scalar(-2)?)?, [-2 * large, -6]);
+    assert_eq!(integers(x.pow(1)?)?, [large, 3]);
+    assert_eq!(integers(x.clamp(0, large - 1)?)?, [large - 1, 3]);
+    assert_eq!(integers(x.masked_fill(&x.eq(&x)?, large)?)?, [large; 2]);
+    assert_eq!(integers(Tensor::full(&[1], large, Dtype::INT64)?)?, [large]);
+    // SAFETY: no other thread has them.
+    unsafe {
+        assert_eq!(integers(x.copy()?.fill_(large)?)?, [large; 2]);
+        assert_eq!(integers(x.copy()?.mul_(2)?)?, [2 * large, 6]);
+        assert_eq!(integers(x.copy()?.add_(&x, 2)?)?, [3 * large, 9]);
+    }
+    assert_eq!(x.div_scalar(2)?.dtype(), Dtype::FLOAT32);
+    for real in [x.add_scalar(1.0)?, x.mul_scalar(1f32)?, x.clamp(0, 1.5)?] {
+        assert_eq!(real.dtype(), Dtype::FLOAT32);
+    }
+    Ok(())
+}
+
+#[test]
 fn history() {
     let weight = floats(&[1.0, 2.0], &[2]).require_grad().unwrap();
     assert!(weight.requires_grad() && weight.square().unwrap().requires_grad());

@@ -1,6 +1,6 @@
 //! Torch's operators.
 use super::{bridge::raw, handle::Handle, value::take_values, value::with_raw};
-use crate::{Error, Result, Tensor, Value};
+use crate::{Error, Result, Scalar, Tensor, Value};
 
 /// Runs a torch operator that has one tensor as its result; autograd records it.
 ///
@@ -104,8 +104,12 @@ pub(crate) fn op_of_table(name: &'static str, arguments: &[Value<'_>]) -> Result
     unsafe { op_unchecked(name, arguments) }
 }
 
+// Numbers of any kind stand behind a semicolon.
 macro_rules! in_place {
-    ($($doc:literal $name:ident($($argument:ident: $type:ty),*) = $op:literal;)*) => {
+    ($(
+        $doc:literal $name:ident($($argument:ident: $type:ty),* $(; $($number:ident),+)?)
+        = $op:literal;
+    )*) => {
         impl Tensor {$(
             #[doc = concat!($doc, ", in place: `", $op, "`.")]
             ///
@@ -113,9 +117,15 @@ macro_rules! in_place {
             /// While it runs no other thread reads or writes this tensor's memory, also not through
             /// another tensor that shares it ([`Tensor::detach`], views, messages in flight).
             #[doc(alias = $op)]
-            pub unsafe fn $name(&self $(, $argument: $type)*) -> Result<Tensor> {
+            pub unsafe fn $name(
+                &self $(, $argument: $type)* $($(, $number: impl Into<Scalar>)+)?
+            ) -> Result<Tensor> {
+                let arguments = [
+                    Value::from(self) $(, Value::from($argument))*
+                    $($(, Value::from(Into::<Scalar>::into($number)))+)?
+                ];
                 // SAFETY: the caller's promise.
-                unsafe { op_unchecked($op, &[Value::from(self) $(, Value::from($argument))*]) }
+                unsafe { op_unchecked($op, &arguments) }
             }
         )*}
 
@@ -127,11 +137,11 @@ macro_rules! in_place {
 in_place! {
     "Copies the elements of another" copy_(source: &Tensor) = "aten::copy_";
     "Sets every element to 0" zero_() = "aten::zero_";
-    "Sets every element to `value`" fill_(value: f64) = "aten::fill_.Scalar";
-    "Multiplies each by a number" mul_(other: f64) = "aten::mul_.Scalar";
+    "Sets every element to `value`" fill_(; value) = "aten::fill_.Scalar";
+    "Multiplies each by a number" mul_(; other) = "aten::mul_.Scalar";
     "Sets each to a random number, uniform between two"
         uniform_(from: f64, to: f64) = "aten::uniform_";
     "Sets each to a random number, normally distributed"
         normal_(mean: f64, deviation: f64) = "aten::normal_";
-    "Adds `scale` times another" add_(other: &Tensor, scale: f64) = "aten::add_.Tensor";
+    "Adds `scale` times another" add_(other: &Tensor; scale) = "aten::add_.Tensor";
 }
