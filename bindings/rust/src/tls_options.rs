@@ -1,6 +1,6 @@
 //! TLS of a worker by certificates.
-use crate::ffi::RawTlsOptions;
-use std::path::Path;
+use crate::{ffi::RawTlsOptions, safetensors::text_of_path, Result};
+use std::path::{Path, PathBuf};
 
 // The flags of `dg_tls_options`.
 const ENCRYPT_LOCAL: u64 = 1;
@@ -22,7 +22,13 @@ const NO_ENCRYPT_LOCAL: u64 = 2;
 /// names the option and the variable, where one is missing or its file cannot be used.
 #[doc(alias = "dg_tls_options")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct TlsOptions(pub(crate) RawTlsOptions);
+pub struct TlsOptions {
+    cert: PathBuf,
+    key: PathBuf,
+    ca: PathBuf,
+    name: String,
+    flags: u64,
+}
 
 impl TlsOptions {
     /// All as the environment says.
@@ -32,26 +38,26 @@ impl TlsOptions {
     /// Sets a PEM file with this process's certificate, and then those between it and the
     /// authority. Default: `DISTGRAD_TLS_CERT`.
     pub fn cert(mut self, file: impl AsRef<Path>) -> Self {
-        self.0.cert = file.as_ref().to_string_lossy().into_owned();
+        self.cert = file.as_ref().to_owned();
         self
     }
     /// Sets a PEM file with the certificate's private key, without a passphrase. Default:
     /// `DISTGRAD_TLS_KEY`.
     pub fn key(mut self, file: impl AsRef<Path>) -> Self {
-        self.0.key = file.as_ref().to_string_lossy().into_owned();
+        self.key = file.as_ref().to_owned();
         self
     }
     /// Sets a PEM file with the authorities whose certificates are accepted. Default:
     /// `DISTGRAD_TLS_CA`.
     pub fn ca(mut self, file: impl AsRef<Path>) -> Self {
-        self.0.ca = file.as_ref().to_string_lossy().into_owned();
+        self.ca = file.as_ref().to_owned();
         self
     }
     /// Sets the name that the others' certificates have to have: a DNS name, an IP address or a
     /// URI. Default: `DISTGRAD_TLS_NAME`, or one of those that this process's own has, but for
     /// localhost and loopback addresses, which every machine has.
     pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.0.name = name.into();
+        self.name = name.into();
         self
     }
     /// Sets whether Unix-domain sockets are encrypted too, by certificates or the cluster key.
@@ -59,7 +65,17 @@ impl TlsOptions {
     #[doc(alias = "DG_TLS_ENCRYPT_LOCAL")]
     #[doc(alias = "DG_TLS_NO_ENCRYPT_LOCAL")]
     pub fn encrypt_local(mut self, encrypt: bool) -> Self {
-        self.0.flags = if encrypt { ENCRYPT_LOCAL } else { NO_ENCRYPT_LOCAL };
+        self.flags = if encrypt { ENCRYPT_LOCAL } else { NO_ENCRYPT_LOCAL };
         self
+    }
+
+    pub(crate) fn raw(&self) -> Result<RawTlsOptions> {
+        Ok(RawTlsOptions {
+            cert: text_of_path(&self.cert)?.to_owned(),
+            key: text_of_path(&self.key)?.to_owned(),
+            ca: text_of_path(&self.ca)?.to_owned(),
+            name: self.name.clone(),
+            flags: self.flags,
+        })
     }
 }

@@ -2,9 +2,13 @@
 use crate::{
     ffi::{self, RawDevicePair, RawWorkerOptions},
     future::not_zero_milliseconds,
+    safetensors::text_of_path,
     Code, Error, Limits, Result, TlsOptions, Worker,
 };
-use std::{path::Path, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 // The flags of `dg_worker_options`.
 const NO_OPERATORS: u64 = 1;
@@ -27,7 +31,11 @@ const NO_GPU_CHANNEL: u64 = 8;
 /// ```
 #[doc(alias = "dg_worker_options")]
 #[derive(Clone, Debug, Default)]
-pub struct WorkerOptions(RawWorkerOptions);
+pub struct WorkerOptions {
+    raw: RawWorkerOptions, // but for what follows
+    key_file: PathBuf,
+    tls: TlsOptions,
+}
 
 impl WorkerOptions {
     /// All default: rank, world size and rendezvous come from `DISTGRAD_RANK`,
@@ -40,13 +48,13 @@ impl WorkerOptions {
     /// Sets the name, unique in the job. Default: `DISTGRAD_NAME` in the environment, or
     /// `worker<rank>`.
     pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.0.name = name.into();
+        self.raw.name = name.into();
         self
     }
     /// Sets the rank, below `world_size`, the number of workers. Default: what the rendezvous, the
     /// environment or the launcher says.
     pub fn rank(mut self, rank: u32, world_size: u32) -> Self {
-        (self.0.rank, self.0.world_size) = (rank, world_size);
+        (self.raw.rank, self.raw.world_size) = (rank, world_size);
         self
     }
     /// Sets how the workers find each other: `tcp://host:port`, where worker 0 serves a store;
@@ -54,50 +62,50 @@ impl WorkerOptions {
     /// `DISTGRAD_RENDEZVOUS` in the environment or the launcher says. With `?rank=1&world_size=2`
     /// unless [`rank`](WorkerOptions::rank) sets these.
     pub fn rendezvous(mut self, rendezvous: impl Into<String>) -> Self {
-        self.0.rendezvous = rendezvous.into();
+        self.raw.rendezvous = rendezvous.into();
         self
     }
     /// Sets the transport: `socket`; `tcp` and `shm` are TensorPipe's own. Default:
     /// `DISTGRAD_TRANSPORT` in the environment, or `socket`.
     pub fn transport(mut self, transport: impl Into<String>) -> Self {
-        self.0.transport = transport.into();
+        self.raw.transport = transport.into();
         self
     }
     /// Sets the address, name or interface to listen on. Default: `DISTGRAD_HOST` in the
     /// environment, or the address by which this machine reaches the store, or loopback if the
     /// store or the whole job is here.
     pub fn host(mut self, host: impl Into<String>) -> Self {
-        self.0.host = host.into();
+        self.raw.host = host.into();
         self
     }
     /// Sets a file with the secret that all workers share. Default: the one that
     /// `DISTGRAD_KEY_FILE` in the environment names, or the secret itself in `DISTGRAD_KEY`, or
     /// none. With one, TCP is encrypted. docs/security.md.
     pub fn key_file(mut self, key_file: impl AsRef<Path>) -> Self {
-        self.0.key_file = key_file.as_ref().to_string_lossy().into_owned();
+        self.key_file = key_file.as_ref().to_owned();
         self
     }
     /// Sets certificates, in the place of that secret or beside it, and whether sockets within the
     /// machine are encrypted. Default: as `DISTGRAD_TLS_CERT` and so on say. A
     /// [`ProcessGroup`](crate::ProcessGroup) takes those of its worker.
     pub fn tls(mut self, tls: TlsOptions) -> Self {
-        self.0.tls = tls.0;
+        self.tls = tls;
         self
     }
     /// Sets how many threads run handlers and backward at the same time. Default: one for each
     /// processor that the process may use.
     pub fn thread_count(mut self, thread_count: u64) -> Self {
-        self.0.thread_count = thread_count;
+        self.raw.thread_count = thread_count;
         self
     }
     /// Sets the timeout of calls and passes that set none. Default: one minute.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.0.timeout_ms = not_zero_milliseconds(timeout);
+        self.raw.timeout_ms = not_zero_milliseconds(timeout);
         self
     }
     /// Sets the timeout for all workers to join. Default: one minute.
     pub fn join_timeout(mut self, timeout: Duration) -> Self {
-        self.0.join_timeout_ms = not_zero_milliseconds(timeout);
+        self.raw.join_timeout_ms = not_zero_milliseconds(timeout);
         self
     }
     /// Sets which operators the others may call here. Default: a list of torch's.
@@ -108,13 +116,13 @@ impl WorkerOptions {
     }
     /// Sets a name that tells apart jobs which share one rendezvous; without `/`. Default: empty.
     pub fn job(mut self, job: impl Into<String>) -> Self {
-        self.0.job = job.into();
+        self.raw.job = job.into();
         self
     }
     /// Sets how long a peer may be silent before it is lost, though its connection stands. At least
     /// 100 ms; `Duration::MAX`: for ever. Default: 20 seconds.
     pub fn heartbeat_limit(mut self, limit: Duration) -> Self {
-        self.0.heartbeat_limit_ms = not_zero_milliseconds(limit);
+        self.raw.heartbeat_limit_ms = not_zero_milliseconds(limit);
         self
     }
     /// Joins a running job as one more worker: the store gives its rank, and rank and world size
@@ -127,12 +135,12 @@ impl WorkerOptions {
     }
     /// Sets how many workers may ever join the job. Default: 4096.
     pub fn max_workers(mut self, max_workers: u64) -> Self {
-        self.0.max_workers = max_workers;
+        self.raw.max_workers = max_workers;
         self
     }
     /// Sets bounds on what other workers, and this program, can make it hold.
     pub fn limits(mut self, limits: Limits) -> Self {
-        self.0.limits = limits.0;
+        self.raw.limits = limits.0;
         self
     }
     /// Sets whether large tensors on GPUs go straight to the GPUs of workers for which it is set
@@ -153,7 +161,7 @@ impl WorkerOptions {
         local: impl Into<String>,
         remote: impl Into<String>,
     ) -> Self {
-        self.0.device_pairs.push(RawDevicePair {
+        self.raw.device_pairs.push(RawDevicePair {
             peer: peer.into(),
             local: local.into(),
             remote: remote.into(),
@@ -163,7 +171,8 @@ impl WorkerOptions {
 
     /// Joins the job. Waits until all its workers have joined.
     ///
-    /// `Code::InvalidArgument` for options or variables that make no sense,
+    /// `Code::InvalidArgument` for options or variables that make no sense, or paths that are not
+    /// UTF-8,
     /// `Code::FailedPrecondition` for an environment that lacks something, `Code::DeadlineExceeded`
     /// with the workers that did not come, `Code::AlreadyExists` if two claim one rank or name,
     /// `Code::ResourceExhausted` beyond `max_workers`, `Code::Unauthenticated` for another key than
@@ -180,11 +189,14 @@ impl WorkerOptions {
                 ),
             ));
         }
-        Ok(Worker::own(ffi::worker_create(&self.0)?))
+        let mut raw = self.raw.clone();
+        raw.key_file = text_of_path(&self.key_file)?.to_owned();
+        raw.tls = self.tls.raw()?;
+        Ok(Worker::own(ffi::worker_create(&raw)?))
     }
 
     fn set_flag(&mut self, flag: u64, on: bool) {
-        self.0.flags = if on { self.0.flags | flag } else { self.0.flags & !flag };
+        self.raw.flags = if on { self.raw.flags | flag } else { self.raw.flags & !flag };
     }
 }
 

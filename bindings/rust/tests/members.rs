@@ -143,6 +143,30 @@ fn certificates_that_cannot_be_used_are_named() {
     folder.options().rank(0, 1).tls(plain).create().unwrap();
 }
 
+// Another file than the named one would be taken for the secret, or the authority.
+#[test]
+#[cfg(unix)]
+fn paths_are_taken_as_they_are_or_not_at_all() {
+    use std::{ffi::OsStr, os::unix::ffi::OsStrExt};
+    let folder = Folder::new();
+    let odd = folder.0.join(OsStr::from_bytes(b"odd\xff"));
+    let taken = folder.0.join("odd\u{fffd}"); // what it would be if it were taken for text
+    std::fs::write(&taken, "a secret of more than sixteen bytes").unwrap();
+    let options = || folder.options().rank(0, 1);
+    let tls = |tls: TlsOptions| options().tls(tls);
+    for options in [
+        options().key_file(&odd),
+        tls(TlsOptions::new().cert(&odd).key(&taken).ca(&taken)),
+        tls(TlsOptions::new().cert(&taken).key(&odd).ca(&taken)),
+        tls(TlsOptions::new().cert(&taken).key(&taken).ca(&odd)),
+    ] {
+        let error = options.create().unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+        assert!(error.message().contains("is not UTF-8"), "{error}");
+    }
+    options().key_file(&taken).create().unwrap();
+}
+
 #[test]
 fn device_pairs() {
     let folder = Folder::new();
