@@ -190,7 +190,8 @@ impl Error {
 
     /// Returns the worker on which it arose, and whether a handler gave it or distgrad; `None` if
     /// it arose on no worker. An error keeps its origin on its way through nested calls, as long as
-    /// each handler returns the error that it got.
+    /// each handler returns the error that it got, or one whose
+    /// [`source`](std::error::Error::source) it is.
     ///
     /// ```
     /// # fn f(context: &distgrad::Context, request: &distgrad::Message) {
@@ -264,10 +265,27 @@ impl fmt::Display for Error {
 
 impl StdError for Error {}
 
-/// Converts what a handler returned to what its caller gets.
+/// Converts what a handler returned to what its caller gets: code and origin of the first [`Error`]
+/// on the way to what it comes of, and the texts of all.
 pub(crate) fn describe(error: &(dyn StdError + 'static)) -> Error {
-    match error.downcast_ref::<Error>() {
-        Some(error) => error.clone(),
-        None => Error::new(Code::Unknown, error.to_string()),
+    if let Some(error) = error.downcast_ref::<Error>() {
+        return error.clone();
+    }
+    let mut text = error.to_string();
+    let mut found: Option<&Error> = None;
+    for source in std::iter::successors(error.source(), |&source| source.source()) {
+        let own = source.downcast_ref::<Error>();
+        let said = own.map_or_else(|| source.to_string(), |own| own.message.clone());
+        found = found.or(own);
+        // Some say themselves what they come of.
+        if !text.contains(&said) {
+            text += ": ";
+            text += &said;
+        }
+    }
+    Error {
+        code: found.map_or(Code::Unknown, Error::code),
+        message: text,
+        origin: found.and_then(Error::origin),
     }
 }

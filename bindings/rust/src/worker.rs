@@ -14,7 +14,9 @@ use std::{fmt, num::NonZeroU64, sync::Arc, time::Duration};
 const FOREVER: i64 = -1;
 
 /// What a handler returns. Any error will do; of an [`Error`](crate::Error) the caller gets the
-/// code.
+/// code, also if it is among the [sources](std::error::Error::source) of what is returned. One that
+/// another error hides behind itself (`transparent` of thiserror, anyhow without a context) is not
+/// found.
 ///
 /// ```
 /// use distgrad::{HandlerResult, Message, Request};

@@ -140,6 +140,64 @@ fn errors_say_where_they_arose() {
     assert_eq!(Error::new(Code::NotFound, "here").origin(), None);
 }
 
+/// An error of a program's own, which has the one that it comes of.
+#[derive(Debug)]
+struct Wrapped {
+    text: String,
+    source: Box<dyn std::error::Error + Send + Sync>,
+}
+
+impl std::fmt::Display for Wrapped {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl std::error::Error for Wrapped {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(self.source.as_ref())
+    }
+}
+
+fn wrap(text: &str, source: Box<dyn std::error::Error + Send + Sync>) -> Wrapped {
+    Wrapped { text: text.to_owned(), source }
+}
+
+#[test]
+fn errors_say_what_they_come_of() {
+    use distgrad::{Origin, OriginKind::*};
+    pair(
+        |back| {
+            back.register("ask", |request| {
+                let asked = request.call("front", request.text()?, &empty());
+                let again = |error| wrap("step 7", wrap("loading", error).into());
+                Ok(asked.map_err(|error| again(error.into()))?)
+            })
+            .unwrap();
+            back.register("read", |_| Err(wrap("loading", "no such file".into()).into())).unwrap();
+            back.register("say", |_| Err(wrap("x: no such file", "no such file".into()).into()))
+                .unwrap();
+        },
+        |front| {
+            front.register("find", |_| Err(Error::new(Code::OutOfRange, "end").into())).unwrap();
+            for (function, text, code, origin, said) in [
+                ("ask", "find", Code::OutOfRange, (0, Handler), "step 7: loading: "),
+                ("ask", "absent", Code::NotFound, (0, Distgrad), "absent"),
+                ("read", "", Code::Unknown, (1, Handler), "loading: no such file"),
+                ("say", "", Code::Unknown, (1, Handler), "x: no such file"),
+            ] {
+                let request = Message::from_payload(text).unwrap();
+                let error = front.call("back", function, &request).unwrap_err();
+                let (rank, kind) = origin;
+                let origin = Some(Origin { rank, kind });
+                assert_eq!((error.code(), error.origin()), (code, origin), "{function}: {error}");
+                assert!(error.message().contains(said), "{error}");
+                assert!(error.message().matches("no such file").count() <= 1, "{error}");
+            }
+        },
+    );
+}
+
 #[test]
 fn handlers_call_in_turn() {
     // One thread: it has to be free while the handler waits.
