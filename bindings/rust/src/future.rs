@@ -50,7 +50,8 @@ use sealed::{Done, Outcome};
 /// The outcome of work in flight: a `T`, or an error.
 ///
 /// It can be awaited, waited for, or polled. Work ends at its deadline at the latest, so no wait is
-/// for ever.
+/// for ever, unless the work was given none: by a timeout of `Duration::MAX`, or `None` for
+/// [`save_async`](crate::CheckpointManager::save_async).
 ///
 /// Any executor will do, for a future wakes its task by the waker that it is polled with, and needs
 /// neither a thread nor a timer of the executor's. The tests await futures on tokio and on smol, and

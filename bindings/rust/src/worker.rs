@@ -302,6 +302,10 @@ impl Worker {
     /// # }
     /// ```
     ///
+    /// The task ends with the worker. So [`close`](Worker::close) or drop that before you wait for the
+    /// task, also after [`shutdown`](Worker::shutdown); and let the task keep no [`Arc`] of the
+    /// worker: the calls of its own go by [`request`](Responder::request).
+    ///
     /// Errors as of [`register`](Worker::register).
     pub fn calls(&self, function: &str) -> Result<Calls> {
         let (calls, arrivals) = Calls::new();
@@ -393,7 +397,7 @@ impl Worker {
 
     /// Ends the job in good order, so that no call finds this worker gone. Waits until every worker
     /// has called this or [`serve`](Worker::serve), and until the calls in flight are answered;
-    /// then drop the worker.
+    /// then drop the worker, which is there until then, with its handlers.
     ///
     /// `None` is a good timeout: if the job cannot end well, since a member is lost
     /// (`Code::Unavailable`), this returns an error. `Code::DeadlineExceeded` names those that have

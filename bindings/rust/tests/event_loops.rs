@@ -1,7 +1,7 @@
 //! Futures and served calls on other people's executors: tokio, with one thread and with several, and
 //! smol.
 mod common;
-use common::{alone, alone_with, empty, weight, LONG};
+use common::{alone, alone_with, empty, weight, Folder, LONG};
 use distgrad::{Code, Context, Message, Optimizer, Sgd, Tensor, Worker, WorkerOptions};
 use std::{
     future::Future,
@@ -211,6 +211,30 @@ fn calls_are_served_by_a_task() {
         }
         drop(worker);
         assert_eq!(told.recv_timeout(LONG).unwrap(), 50);
+    });
+}
+
+#[test]
+fn a_task_that_serves_ends_with_its_worker() {
+    on_each(|executor| {
+        let folder = Folder::new();
+        let worker = folder.options().name("alone").rank(0, 1).create().unwrap();
+        let mut calls = worker.calls("ask").unwrap();
+        worker.register("answer", |_| Ok(empty())).unwrap();
+        let (tell, told) = mpsc::channel();
+        let _task = executor.start(Box::pin(async move {
+            while let Some(call) = calls.next().await {
+                // Without the worker, which this would keep.
+                let asked = call.request().call_async("alone", "answer", &empty()).unwrap();
+                call.answer(asked.await.map_err(Into::into)).unwrap();
+            }
+            tell.send(()).unwrap();
+        }));
+        worker.call("alone", "ask", &empty()).unwrap();
+        worker.shutdown(LONG).unwrap();
+        assert_eq!(told.try_recv(), Err(mpsc::TryRecvError::Empty)); // it is there yet
+        worker.close(LONG).unwrap();
+        told.recv_timeout(LONG).unwrap();
     });
 }
 
