@@ -132,7 +132,8 @@ impl<'a> CheckpointContents<'a> {
 
     /// Sets what is called for each save: on a thread of the worker, where it may wait and make
     /// calls. With its error, or panic, the save fails; the [origin](crate::Error::origin) of that
-    /// is a handler of this worker.
+    /// is a handler of this worker. The worker keeps it: let it hold a [`Weak`](std::sync::Weak) of
+    /// that, for an `Arc` would keep both for ever.
     pub fn save_values<F>(mut self, save_values: F) -> Self
     where
         F: Fn() -> std::result::Result<CheckpointValues, BoxedError> + Send + Sync + 'static,
@@ -142,7 +143,8 @@ impl<'a> CheckpointContents<'a> {
     }
 
     /// Sets what is called when this worker's tensors and optimizers are loaded, on a thread of the
-    /// worker. With its error, or panic, the load fails, as of `save_values`.
+    /// worker. With its error, or panic, the load fails, and it holds no `Arc` of the worker, as of
+    /// `save_values`.
     pub fn load_values<F>(mut self, load_values: F) -> Self
     where
         F: Fn(&LoadedValues) -> std::result::Result<(), BoxedError> + Send + Sync + 'static,

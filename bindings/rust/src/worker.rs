@@ -355,7 +355,9 @@ impl Worker {
 
     /// Creates a context that keeps the worker, and so can stand in a struct beside it, or go to
     /// another thread or task. The worker ends with the last of them, which must not be in one of
-    /// its own handlers: a handler is kept by its worker, and both would be there for ever.
+    /// its own handlers or callbacks, nor in a function of its stages or of its parts of checkpoints:
+    /// its worker keeps that, and both would be there for ever. Hold a [`Weak`](std::sync::Weak)
+    /// there.
     ///
     /// ```
     /// # fn f(worker: distgrad::Worker, layer: distgrad::Tensor) -> distgrad::Result<()> {
@@ -442,6 +444,9 @@ impl Worker {
     /// order, on a thread of the worker, where it may wait and make calls. It replaces the former
     /// callback. When this has returned, the former callback is not called any more (this waits for
     /// it, unless it is called there); and none is when the worker has been dropped.
+    ///
+    /// For its calls let it hold a [`Weak`](std::sync::Weak): the worker keeps the callback, and an
+    /// [`Arc`] in it the worker, for ever.
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
