@@ -236,6 +236,10 @@ impl Worker {
     /// for. It is dropped as soon as nobody waits for the answer: the caller's deadline has passed,
     /// it gave up, or it is gone.
     ///
+    /// On that thread there is no runtime: what needs one, as timers and sockets of tokio do, finds
+    /// it after `let _entered = handle.enter();`, with a `tokio::runtime::Handle`, or is awaited by a
+    /// task of that runtime, which takes [`calls`](Worker::calls).
+    ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
     /// use distgrad::Message;

@@ -238,6 +238,32 @@ fn a_task_that_serves_ends_with_its_worker() {
     });
 }
 
+// On the worker's threads there is no runtime of tokio's, which its timers ask for.
+#[test]
+fn a_handler_enters_its_runtime() {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build();
+    let runtime = runtime.unwrap();
+    let worker = alone();
+    let handle = runtime.handle().clone();
+    worker
+        .register_async("sleep", async move |_| {
+            let _entered = handle.enter();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            Ok(empty())
+        })
+        .unwrap();
+    worker
+        .register_async("outside", async |_| {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            Ok(empty())
+        })
+        .unwrap();
+    worker.call("alone", "sleep", &empty()).unwrap();
+    let error = worker.call("alone", "outside", &empty()).unwrap_err();
+    assert_eq!(error.code(), Code::Internal, "{error}");
+}
+
 #[test]
 fn calls_that_nobody_takes_fail() {
     let worker = alone();
