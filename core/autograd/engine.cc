@@ -94,16 +94,6 @@ absl::StatusOr<PassRun::Roots> CheckRoots(std::vector<at::Tensor> roots,
   return PassRun::Roots{std::move(roots), std::move(gradients), std::move(ready)};
 }
 
-// For what is of a user's graph, where the thread may be the clock's or the sockets', which must
-// run nothing of users'. It keeps that until there is memory for the task, and the task empties
-// what both hold: so it ends there, whichever of the two lets go last.
-template <typename T>
-void EndOnPool(ThreadPool& pool, T ended) {
-  const auto held =
-      AwaitMemory([&] { return std::make_shared<std::optional<T>>(std::move(ended)); });
-  AwaitMemory([&] { pool.Schedule([held] { held->reset(); }); });
-}
-
 }  // namespace
 
 Engine::Engine(WorkerRank self, Incarnation incarnation, EngineNetwork* network, ThreadPool* pool,

@@ -9,6 +9,8 @@
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
@@ -925,6 +927,153 @@ TEST_F(EngineTest, WhatAnotherWorkerReleasesEndsOnThePoolWithoutMemory) {
   }
   EXPECT_EQ(here_ended, 0);
 }
+
+// A node of a program's, whose destructor says where it runs.
+class NodeOfUser : public torch::autograd::Node {
+ public:
+  explicit NodeOfUser(std::function<void()> on_end) : on_end_(std::move(on_end)) {}
+  ~NodeOfUser() override { on_end_(); }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
+  // A tensor that was made of `from`.
+  static at::Tensor Make(const at::Tensor& from, std::function<void()> on_end) {
+    const auto node = std::make_shared<NodeOfUser>(std::move(on_end));
+    node->set_next_edges(torch::autograd::collect_next_edges(from));
+    at::Tensor made = at::ones({2});
+    torch::autograd::create_gradient_edge(made, node);
+    return made;
+  }
+
+ private:
+  const std::function<void()> on_end_;
+};
+
+// Where what a pass alone has of its user's ends: its graph, and the root's gradient, whose memory
+// may be lent.
+class EndOfPassTest : public EngineTest, public ::testing::WithParamInterface<bool> {
+ protected:
+  struct Begun {
+    ContextId context;
+    EdgeId edge;
+    PassId pass = 0;
+    Future<Unit> done;
+  };
+
+  // Counts on this thread, which is a user's here and stands for one of the sockets or the clock's
+  // elsewhere, and on others.
+  std::function<void()> Count() {
+    return [this, here = std::this_thread::get_id()] {
+      ++(std::this_thread::get_id() == here ? ended_here_ : ended_elsewhere_);
+    };
+  }
+  Future<Unit> Begin(const std::shared_ptr<ContextRecord>& context) {
+    std::vector<at::Tensor> gradients, roots;
+    gradients.push_back(GetParam()
+                            ? at::from_blob(values_, {2}, [count = Count()](void*) { count(); })
+                            : at::ones({2}));
+    roots.push_back(NodeOfUser::Make(at::ones({2}).requires_grad_() * 3, Count()));
+    return engine_.Backward(context, std::move(roots),
+                            {.root_gradients = std::move(gradients), .deadline = clock_.Now()},
+                            /*run_here=*/true);
+  }
+  // One that waits for its peer alone, in a context of another worker's.
+  Begun BeginBesideAPeer() {
+    const auto context = contexts_.FindOrAdd(MakeId(kOther, ++contexts_begun_), /*edge=*/0);
+    EXPECT_TRUE(context.ok()) << context.status();
+    for (const WorkerRank peer : {kPeer, kOther}) EXPECT_TRUE((*context)->AddPeer(peer).ok());
+    const absl::StatusOr<EdgeId> edge = engine_.RecordSend(
+        **context, kPeer, Engine::MakeSend({at::ones({2}).requires_grad_() * 2}));
+    EXPECT_TRUE(edge.ok()) << edge.status();
+    Begun begun{.context = (*context)->id(), .edge = *edge, .done = Begin(*context)};
+    const std::vector<RecordingNetwork::Sent> sent = network_.TakeSent();
+    EXPECT_EQ(sent.size(), 1u);
+    begun.pass = sent.at(0).notices.front().pass;
+    return begun;
+  }
+
+  const int all_ = GetParam() ? 2 : 1;
+  float values_[2] = {1, 1};
+  uint64_t contexts_begun_ = 0;
+  std::atomic<int> ended_here_{0}, ended_elsewhere_{0};
+};
+
+TEST_P(EndOfPassTest, WhatAPassHasOfItsUsersEndsOnThePool) {
+  using End = std::function<void(const Begun&)>;
+  const std::pair<std::string, End> ways[] = {
+      {"well",
+       [&](const Begun& b) {
+         Deliver(
+             kPeer,
+             {.kind = Notice::Kind::kEdge, .context = b.context, .pass = b.pass, .edge = b.edge});
+         AwaitPool();
+         Deliver(kPeer,
+                 {.kind = Notice::Kind::kAck, .context = b.context, .pass = b.pass, .count = 1});
+       }},
+      {"an abort",
+       [&](const Begun& b) {
+         Deliver(kPeer, {.kind = Notice::Kind::kAbort,
+                         .context = b.context,
+                         .pass = b.pass,
+                         .status = absl::InternalError("it has failed")});
+       }},
+      {"a lost peer",
+       [&](const Begun&) {
+         engine_.OnPeerLost(kPeer, contexts_.begun(), absl::UnavailableError("it is gone"));
+       }},
+      {"a deadline",
+       [&](const Begun&) {
+         clock_.RunTimers();
+         clock_.RunTimers();  // nobody says what it waited for
+       }},
+      {"a release",
+       [&](const Begun& b) {
+         Deliver(kOther, {.kind = Notice::Kind::kRelease, .context = b.context});
+       }},
+      {"a cancel", [&](const Begun& b) { b.done.Cancel(); }},
+  };
+  for (const auto& [name, end] : ways) {
+    SCOPED_TRACE(name);
+    const Begun begun = BeginBesideAPeer();
+    ASSERT_EQ(ended_here_ + ended_elsewhere_, 0);
+    ASSERT_FALSE(begun.done.Done());
+    end(begun);
+    AwaitPool();
+    EXPECT_TRUE(begun.done.Done());
+    EXPECT_EQ(ended_here_.exchange(0), 0);
+    EXPECT_EQ(ended_elsewhere_.exchange(0), all_);
+    engine_.Release(begun.context);
+    network_.TakeSent();
+  }
+}
+
+TEST_P(EndOfPassTest, WhatAPassHasOfItsUsersEndsOnThePoolWithoutMemory) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    const Begun begun = BeginBesideAPeer();
+    const absl::Status why = absl::UnavailableError("it is gone");
+    FailAllocation(nth);
+    AwaitMemory([&] { engine_.OnPeerLost(kPeer, contexts_.begun(), why); });
+    failed = FailAllocation(-1);
+    AwaitPool();
+    EXPECT_TRUE(begun.done.Done());
+    EXPECT_EQ(ended_here_.exchange(0), 0);
+    EXPECT_EQ(ended_elsewhere_.exchange(0), all_);
+    engine_.Release(begun.context);
+    network_.TakeSent();
+  }
+}
+
+// The pool would have to wake a thread for that.
+TEST_P(EndOfPassTest, WhatAPassHasOfItsUsersEndsOnTheThreadThatRanIt) {
+  const Future<Unit> pass = Begin(contexts_.New());
+  EXPECT_TRUE(pass.Done());
+  EXPECT_EQ(ended_here_, all_);
+  EXPECT_EQ(ended_elsewhere_, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Lent, EndOfPassTest, ::testing::Bool());
 
 // Two workers that leave may each have made a context of the other's: whoever hears in the middle
 // of a release that its maker is lost does not end it once more.

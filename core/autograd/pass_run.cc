@@ -46,6 +46,9 @@ constexpr absl::string_view kNodeLimitName = "8 times limit message_bytes";
 // Whether this thread runs tasks of a strand in the middle of a node.
 thread_local bool flushes_in_node = false;
 
+// Whether this thread is a user's that begins a pass, or runs nodes of one.
+thread_local bool is_users = false;
+
 // For how many helpers a thread counts. One that runs what is cheap calls them itself if it must.
 size_t Weight(RunHere here) { return here == RunHere::kCheap ? kMaxHelpers : 1; }
 
@@ -96,6 +99,8 @@ std::unique_ptr<TraceSpan> PassRun::BeginSpan(TraceSpan::Kind kind) {
 // ------------------------------------------------------------------------------ From outside
 
 void PassRun::Post(absl::AnyInvocable<void()> task, RunHere here, ThreadPool* others) {
+  const bool outer = std::exchange(is_users, is_users || here == RunHere::kYes);
+  const absl::Cleanup restore = [outer] { is_users = outer; };
   if (here != RunHere::kNo) {
     absl::MutexLock lock(&mu_);
     coming_ += Weight(here);
@@ -224,12 +229,29 @@ void PassRun::RunFeeds(RunHere here) {
     }
     const bool was_last = --outstanding_ == 0;
     // An error is not kept waiting for what else runs.
-    if (was_last || !execution->status().ok()) Settle();
+    const bool settles = was_last || !execution->status().ok();
+    LetGo(std::move(execution));
+    if (settles) Settle();
   }
   AwaitMemory([this] {
     if (has_captured_.load(std::memory_order_relaxed)) PostFlush(/*in_node=*/false);
   });
   CallHelpers();
+}
+
+void PassRun::LetGo(std::shared_ptr<Execution> execution) {
+  {
+    absl::MutexLock lock(&mu_);
+    if (execution_ != nullptr) execution.reset();  // which is not its end
+  }
+  if (execution != nullptr) EndWhereItMay(std::move(execution));
+}
+
+template <typename T>
+void PassRun::EndWhereItMay(T ended) {
+  // A user's thread, and one of the pool's, may lead the sockets' loop while it waits.
+  if (EventLoop::Current() == nullptr && (is_users || services_->pool.OnThisPool())) return;
+  EndOnPool(services_->pool, std::move(ended), MayRunNodesHere() ? this : nullptr);
 }
 
 void PassRun::CallHelpers() {
@@ -498,10 +520,6 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   auto kept = std::make_shared<Kept>();
   kept->run = shared_from_this();
   if (roots_.has_value()) kept->root_gradients = roots_->gradients;
-  has_lent_gradients_ = std::any_of(
-      kept->root_gradients.begin(), kept->root_gradients.end(), [](const at::Tensor& gradient) {
-        return gradient.has_storage() && !gradient.storage().resizable();
-      });
   ExecutionOptions options{.retain_graph = retain_graph_,
                            .device_threads = services_->device_threads.get(),
                            .keep_alive = std::move(kept)};
@@ -563,11 +581,20 @@ bool PassRun::Idle() {
 
 void PassRun::Stop(const absl::Status& why) {
   if (const auto execution = this->execution()) execution->Cancel(why);
-  absl::MutexLock lock(&mu_);
-  outstanding_ -= feeds_.size();
-  feeds_.clear();
-  captured_.clear();
-  has_captured_.store(false, std::memory_order_relaxed);
+  // The pass is over from here on. A deque takes memory to be made, and to be moved.
+  struct Ended {
+    std::deque<Feed> feeds;
+    std::vector<Captured> captured;
+  };
+  auto ended = AwaitMemory([] { return std::make_unique<Ended>(); });
+  {
+    absl::MutexLock lock(&mu_);
+    outstanding_ -= feeds_.size();
+    ended->feeds.swap(feeds_);
+    ended->captured.swap(captured_);
+    has_captured_.store(false, std::memory_order_relaxed);
+  }
+  if (!ended->feeds.empty() || !ended->captured.empty()) EndWhereItMay(std::move(ended));
 }
 
 void PassRun::FlushCapturedOnStrand() {
@@ -579,7 +606,7 @@ void PassRun::FlushCapturedOnStrand() {
     has_captured_.store(false, std::memory_order_relaxed);
   }
   for (Captured& c : captured) {
-    if (!pass_.running()) return;
+    if (!pass_.running()) return EndWhereItMay(std::move(captured));
     const bool counted = pass_.CountGradient(c.end.peer);
     Notice notice{.kind = Notice::Kind::kEdge, .edge = c.end.edge, .uncounted = !counted};
     if (absl::c_any_of(c.parts, [](const Captured::Part& part) { return part.reached; })) {
@@ -696,20 +723,25 @@ void PassRun::Tell() {
 void PassRun::EndOnStrand() {
   if (timer_.has_value()) services_->clock.Cancel(*timer_);
   // It may be kept for late messages: without the graph.
-  graph_.reset();
-  roots_.reset();
+  struct {
+    std::shared_ptr<const Graph> graph;
+    std::optional<Roots> roots;
+    std::optional<at::ThreadLocalState> thread_state;
+    std::shared_ptr<Execution> execution;  // a feed may still be using it
+    std::vector<Captured> captured;
+    absl::flat_hash_map<EdgeId, Gathering> gathering;
+  } ended;
+  const absl::Cleanup end = [&] { EndWhereItMay(std::move(ended)); };
+  ended.graph.swap(graph_);
+  ended.roots.swap(roots_);
+  ended.thread_state.swap(thread_state_);
   send_roots_.clear();
-  std::shared_ptr<Execution> execution;  // a feed may still be using it
-  std::vector<Captured> captured;
-  absl::flat_hash_map<EdgeId, Gathering> gathering;
   {
     absl::MutexLock lock(&mu_);
-    execution.swap(execution_);
-    captured.swap(captured_);
-    gathering.swap(gathering_);
+    ended.execution.swap(execution_);
+    ended.captured.swap(captured_);
+    ended.gathering.swap(gathering_);
   }
-  // The program's deleter of such memory runs where its code may.
-  if (has_lent_gradients_) services_->pool.Schedule([execution = std::move(execution)] {});
   services_->trace.End(std::move(span_), services_->clock.Now(), *over_);
   context_->EndPass(id_, *over_);
   ++services_->passes_ended;
@@ -725,6 +757,12 @@ absl::Status PassServices::LocalError(ContextId context, const absl::Status& why
 
 absl::Status PassRun::LocalError(const absl::Status& why) {
   return services_->LocalError(context_->id(), why);
+}
+
+// Without a reference, which might become the last.
+bool PassRun::engaged() {
+  absl::MutexLock lock(&mu_);
+  return execution_ != nullptr;
 }
 
 std::shared_ptr<Execution> PassRun::execution() {

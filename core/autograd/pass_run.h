@@ -68,7 +68,7 @@ class PassRun : public PassHandle,
   void OnRelease(const absl::Status& why) override;
   void OnPeerLost(WorkerRank peer, const absl::Status& why) override;
   void Fail(const absl::Status& why) override;
-  bool engaged() override { return execution() != nullptr; }
+  bool engaged() override;
   PassState State() override;
 
  private:
@@ -108,6 +108,12 @@ class PassRun : public PassHandle,
   void RunOnStrand(absl::AnyInvocable<void()> task, ThreadPool* others = nullptr);
   // Runs what is queued. The calling thread has been counted in coming_.
   void RunFeeds(RunHere here);
+  // Drops what a thread has run nodes of.
+  void LetGo(std::shared_ptr<Execution> execution);
+  // Ends what may have something of the user's: here, or on the pool where the thread may be the
+  // clock's or the sockets', which must run nothing of users'.
+  template <typename T>
+  void EndWhereItMay(T ended);
   // Has the pool run what is queued, unless enough threads are coming.
   void CallHelpers();
   void Settle();
@@ -189,7 +195,6 @@ class PassRun : public PassHandle,
   std::map<WorkerRank, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
   bool ended_ = false;                // and that all were told
-  bool has_lent_gradients_ = false;   // memory of the program's, which it frees
   bool told_ = false;                 // the caller that waits for it, on the initiator
   // The thread of the task that runs is in the middle of something else: see Strand::Run().
   bool on_users_thread_ = false;

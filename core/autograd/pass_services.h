@@ -5,13 +5,17 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "core/autograd/executor/device_threads.h"
+#include "core/base/await_memory.h"
 #include "core/base/clock.h"
 #include "core/base/event_loop.h"
+#include "core/base/future.h"
 #include "core/base/ids.h"
 #include "core/base/thread_pool.h"
 #include "core/base/trace.h"
@@ -53,6 +57,22 @@ struct PassServices {
   // What went wrong in a backward of that context on this worker, for any worker to read.
   absl::Status LocalError(ContextId context, const absl::Status& why) const;
 };
+
+// For what is of a user's graph, where the thread may be the clock's or the sockets', which must
+// run nothing of users'. It keeps that until there is memory for the task, and the task empties
+// what both hold: so it ends there, whichever of the two lets go last. `work`: see
+// ThreadPool::ScheduleInline().
+template <typename T>
+void EndOnPool(ThreadPool& pool, T ended, const Canceller* work = nullptr) {
+  const auto held =
+      AwaitMemory([&] { return std::make_shared<std::optional<T>>(std::move(ended)); });
+  AwaitMemory([&] {
+    if (work == nullptr)
+      pool.Schedule([held] { held->reset(); });
+    else
+      pool.ScheduleInline([held] { held->reset(); }, work);
+  });
+}
 
 }  // namespace distgrad
 
