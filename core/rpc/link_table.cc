@@ -18,6 +18,7 @@
 #include "core/base/await_memory.h"
 #include "core/base/exception.h"
 #include "core/base/log.h"
+#include "core/base/make_or.h"
 #include "core/base/status.h"
 
 namespace distgrad {
@@ -724,13 +725,19 @@ void LinkTable::EndDropped(WorkerRank peer, const Links& links, const absl::Stat
   if (links.empty()) return;
   const auto user = user_.lock();
   const uint64_t begun = user != nullptr ? user->BegunSoFar() : 0;
-  for (const auto& link : links) calls_->EndCallsOver(*link, why);
+  // What has come and could not be taken fails passes, of whose gradients it may be; the calls that
+  // this worker has made are none of it.
+  const absl::Status of_calls = absl::IsUnavailable(why)
+                                    ? why
+                                    : MakeOr(absl::Status(absl::StatusCode::kUnavailable, ""),
+                                             [&] { return absl::UnavailableError(why.message()); });
+  for (const auto& link : links) calls_->EndCallsOver(*link, of_calls);
   if (user != nullptr) AwaitMemory([&] { user->OnPeerLost(peer, begun, why); });
   for (const auto& link : links) {
     if (!tells_peer) {
-      link->Close(why);
+      link->Close(of_calls);
     } else if (!link->is_bulk()) {  // which ends with its main one
-      SendRefused(*link, why);
+      SendRefused(*link, of_calls);
     }
   }
 }

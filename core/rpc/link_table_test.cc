@@ -13,6 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "core/base/fake_clock.h"
 #include "core/base/trace.h"
@@ -158,6 +161,34 @@ TEST_F(LinkTableTest, AConnectionThatIsClosedForWhatCameIsUnavailableAndTheLogNa
                              "the connection with worker 'b' (1) broke: it sends too much"));
     }
   }
+}
+
+// Whoever has sent it hears why. Of gradients, say, passes cannot do without.
+TEST_F(LinkTableTest, WhatIsGivenUpForWhatCameIsUnavailableToCallsAlone) {
+  const std::shared_ptr<Link> link = *links_->To(1);
+  link->Send(Ping());
+  absl::Status ended;
+  CallTable::Call call{.to = 1,
+                       .function = "f",
+                       .begun = clock_.Now(),
+                       .deadline = absl::InfiniteFuture(),
+                       .done = [&](absl::StatusOr<Body> reply, bool) { ended = reply.status(); }};
+  Packet request;
+  AppendFrame({.kind = FrameKind::kRequest, .function = "f"}, &request.bytes);
+  ASSERT_TRUE(calls_->Begin(call, link, request).ok());
+  // It waits for room.
+  absl::Status waited;
+  const SendWindow::Credit all = link->window()->Acquire(link->window()->limit());
+  link->window()->AcquireAsync(
+      1, [&](absl::StatusOr<SendWindow::Credit> credit) { waited = credit.status(); });
+  links_->GiveUp(link, 1, absl::ResourceExhaustedError("it sends too much"));
+  for (const absl::Status& told : {ended, waited}) {
+    EXPECT_EQ(told.code(), absl::StatusCode::kUnavailable) << told;
+    EXPECT_NE(told.message().find("it sends too much"), std::string::npos) << told;
+  }
+  ASSERT_EQ(user_->lost.size(), 1u);
+  EXPECT_EQ(user_->lost[0], absl::ResourceExhaustedError("it sends too much"));
+  EXPECT_EQ(transport_.connections[0]->kinds.back(), FrameKind::kRefused);
 }
 
 TEST_F(LinkTableTest, TheLogNamesWhoIsRefused) {
