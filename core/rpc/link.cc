@@ -245,7 +245,8 @@ void Link::OnPacket(Packet packet) {
     target = Target();
     if (target != nullptr && inbox_ != Inbox::kPassing) {
       const uint64_t size = packet.size();
-      is_full = !held_.empty() && (held_.size() >= shared_->limits.calls_per_peer ||
+      // The answers to our own pings are none that it has chosen to send.
+      is_full = !held_.empty() && (held_.size() >= shared_->limits.calls_per_peer + asked() ||
                                    held_bytes_ + size > shared_->limits.bytes_per_peer);
       if (!is_full) {
         try {

@@ -178,6 +178,17 @@ TEST_F(LinkTest, SoAreItsBytes) {
 }
 
 TEST_F(LinkTest, WhatComesOnABulkLinkCountsForItsMainOne) {
+// The store may be silent for long, and the newcomer be pinged meanwhile.
+TEST_F(LinkTest, WhatIsHeldMayHaveTheAnswersToPingsBesides) {
+  const auto link = NewLink(Link::Kind::kAccepted);
+  const auto connection = Connect(link);
+  for (int i = 0; i < 3; ++i) link->SetAsked();
+  for (int i = 0; i < 7; ++i) link->OnPacket(Text("a"));
+  EXPECT_FALSE(connection->closed);
+  link->OnPacket(Text("one more"));
+  EXPECT_TRUE(connection->closed);
+}
+
   const auto main = NewLink(Link::Kind::kOpened), bulk = NewLink(Link::Kind::kOpened);
   bulk->SetMain(main);
   bulk->OnPacket(Text("a"));
