@@ -239,7 +239,10 @@ void Link::Deliver(std::shared_ptr<Link> target, Packet packet) {
 void Link::OnPacket(Packet packet) {
   heard_.fetch_add(1, std::memory_order_relaxed);
   std::shared_ptr<Link> target;
-  bool is_full = false;
+  std::optional<WorkerRank> from;
+  size_t held = 0;
+  uint64_t held_bytes = 0;
+  bool is_full = false, is_news = false;
   {
     absl::MutexLock lock(&mu_);
     target = Target();
@@ -257,14 +260,27 @@ void Link::OnPacket(Packet packet) {
           is_full = true;
         }
       }
+      from = held_from_;
+      held = held_.size();
+      held_bytes = held_bytes_;
+      is_news = why_.ok();  // more may come before the connection has ended
     }
   }
-  if (is_full) return Close(*kTooMuch);
+  if (is_full) {
+    if (is_news) {
+      DG_LOG(WARNING) << "closing a connection" << WithPeer{from} << ": " << kTooMuch->message()
+                      << ": " << held << " messages of " << held_bytes
+                      << " bytes; limit calls_per_peer is " << shared_->limits.calls_per_peer
+                      << ", limit bytes_per_peer is " << shared_->limits.bytes_per_peer;
+    }
+    return Close(*kTooMuch);
+  }
   Deliver(std::move(target), std::move(packet));
 }
 
-void Link::Hold() {
+void Link::Hold(std::optional<WorkerRank> from) {
   absl::MutexLock lock(&mu_);
+  held_from_ = from;
   inbox_ = Inbox::kHolding;
 }
 

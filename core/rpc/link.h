@@ -88,8 +88,8 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
 
   // Hold() holds what arrives, until Release() hands it to the owner, in order, and ends when
   // nothing is left or Hold() is called again. The owner gets later packets as they come. Past a
-  // limit of what is held the link is closed.
-  void Hold();
+  // limit of what is held the link is closed. `from`: whom it says to come from, for the log.
+  void Hold(std::optional<WorkerRank> from = std::nullopt);
   void Release();
   // Ignores what arrives from now on. What is sent still goes.
   void Drop();
@@ -227,6 +227,7 @@ class Link : public Receiver, public std::enable_shared_from_this<Link> {
   uint64_t drains_ ABSL_GUARDED_BY(mu_) = 0;  // Release() so far; the last one drains
   std::deque<Packet> held_ ABSL_GUARDED_BY(mu_);
   uint64_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::optional<WorkerRank> held_from_ ABSL_GUARDED_BY(mu_);
   std::shared_ptr<Link> bulk_ ABSL_GUARDED_BY(mu_);
   bool bulk_claimed_ ABSL_GUARDED_BY(mu_) = false;
   std::optional<std::weak_ptr<Link>> main_ ABSL_GUARDED_BY(mu_);  // of a bulk link

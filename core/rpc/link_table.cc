@@ -458,7 +458,7 @@ absl::Status LinkTable::OnHello(const std::shared_ptr<Link>& link, WireReader& r
   } else if (*known) {
     Admit(link, hello);
   } else {
-    link->Hold();
+    link->Hold(hello.from);
     directory_->Find(hello.from, kPatience,
                      [self = shared_from_this(), link, hello](absl::StatusOr<WorkerInfo> found) {
                        OrClose(*link, [&] { self->OnFoundPeer(link, hello, found); });
@@ -620,7 +620,7 @@ void LinkTable::GiveUp(const std::shared_ptr<Link>& link, WorkerRank peer,
 // that; and does without for the rest, for the thread may be the transport's.
 void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bool is_refused) {
   std::optional<WorkerRank> peer;
-  bool is_bulk = false, is_lost = false, is_news = false;
+  bool is_bulk = false, is_lost = false, is_news = false, was_given_up = false;
   MemberWatch::ClosedLink closed;
   Links others;
   const bool is_known = AwaitMemory([&] {
@@ -641,6 +641,7 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
       if (is_lost) others.reserve(links_.size());  // before anything changes
       if (was_used) by_peer_.erase(of_peer);
       is_news = is_wanted && (was_used || link->heard() > 0);
+      was_given_up = entry.mark == Entry::Mark::kSilent || entry.mark == Entry::Mark::kStale;
       closed = {.peer = *peer,
                 .incarnation = link->incarnation(),
                 .was_heard = link->heard() > 0 || entry.mark == Entry::Mark::kStale,
@@ -669,6 +670,8 @@ void LinkTable::OnClosed(const std::shared_ptr<Link>& link, absl::Status why, bo
     const std::string who = peers_->Describe(*peer);
     why = left ? absl::UnavailableError(absl::StrCat("worker ", who, " has left the job"))
                : Annotate(why, absl::StrCat("the connection with worker ", who, " broke"));
+    // By heartbeats: nothing else says so where nobody waits for anything.
+    if (was_given_up && !left) DG_LOG(WARNING) << why.message();
   } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it says less, then
   }
   const auto user = user_.lock();

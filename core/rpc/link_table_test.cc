@@ -207,6 +207,46 @@ TEST_F(LinkTableTest, TheLogNamesWhoIsRefused) {
       << log;
 }
 
+// They live as long as another connection with the peer brings something; one that brings nothing
+// is dead all the same.
+TEST_F(LinkTableTest, TheLogNamesWhoseConnectionsHeartbeatsClose) {
+  const std::pair<bool, std::string> all[] = {
+      {false, "nothing was heard of it within the heartbeat limit of 50s"},
+      {true,
+       "one of the connections with it has brought or taken nothing within the heartbeat limit of "
+       "50s, though it lives"}};
+  for (const auto& [lives, why] : all) {
+    SCOPED_TRACE(why);
+    const auto calls =
+        std::make_shared<CallTable>(&clock_, Limits{}, std::make_shared<TraceRecorder>(), peers_);
+    const auto links = std::make_shared<LinkTable>(&clock_, &transport_, /*directory=*/nullptr,
+                                                   absl::Seconds(50), Limits{}, peers_, calls);
+    ASSERT_TRUE(links->Listen(user_).ok());
+    links->Start();
+    const std::shared_ptr<Link> link = *links->To(1);
+    link->Send(Ping());
+    const auto other = std::dynamic_pointer_cast<Link>(
+        transport_.accept(std::make_shared<FakeConnection>(nullptr, /*is_full=*/false)));
+    Packet hello;
+    AppendHello({.from = 1, .from_incarnation = 1, .to = 0, .to_incarnation = 1, .number = 1},
+                &hello.bytes);
+    WireReader reader(hello.bytes);
+    ASSERT_TRUE(ReadFrame(reader).ok());
+    ASSERT_TRUE(links->OnHello(other, reader).ok());
+    testing::internal::CaptureStderr();
+    for (int i = 0; i < 6 && !link->closed(); ++i) {
+      if (lives) other->OnPacket(Ping());
+      clock_.Advance(absl::Seconds(10));
+    }
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_TRUE(link->closed());
+    EXPECT_NE(log.find(absl::StrCat("the connection with worker 'b' (1) broke: ", why, "\n")),
+              std::string::npos)
+        << log;
+    links->Close(absl::CancelledError("end"));
+  }
+}
+
 // The number in it is the old incarnation's: the new one may have given it to another link.
 TEST_F(LinkTableTest, AWishForABulkLinkIsNotCarriedToTheNextIncarnation) {
   const std::shared_ptr<Link> link = *links_->To(1);

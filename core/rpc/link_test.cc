@@ -1,9 +1,11 @@
 // A link between its beginning and its end: what is held, what waits, and what counts no more.
 #include "core/rpc/link.h"
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,7 +19,9 @@ namespace distgrad {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::StartsWith;
 
 Packet Text(const std::string& text) { return Packet{text, {}}; }
 
@@ -51,8 +55,9 @@ class RecordingConnection : public Connection {
   explicit RecordingConnection(std::weak_ptr<Link> receiver) : receiver_(std::move(receiver)) {}
   void Send(Packet packet, SendDone done) override {
     sent.push_back(packet.bytes.substr(0, 20));
+    if (throws) throw std::bad_alloc();
     if (done == nullptr) return;
-    if (fails) return done(absl::UnavailableError("gone"));
+    if (!fails.ok()) return done(fails);
     if (!holds) return done(absl::OkStatus());
     held.push_back(std::move(done));
   }
@@ -72,7 +77,8 @@ class RecordingConnection : public Connection {
   bool closed = false;
   bool tells_later = false;  // the receiver does not hear of Close() yet
   bool holds = false;        // nothing leaves before Release()
-  bool fails = false;        // nothing leaves
+  absl::Status fails;        // nothing leaves
+  bool throws = false;       // nor is there memory to send it
   std::deque<SendDone> held;
 
  private:
@@ -153,13 +159,34 @@ TEST_F(LinkTest, NothingCountsThatArrivesOnOneThatIsDropped) {
 TEST_F(LinkTest, WhatIsHeldIsBounded) {
   const auto link = NewLink(Link::Kind::kAccepted);
   const auto connection = Connect(link);
+  connection->tells_later = true;
+  link->Hold(7);
   for (int i = 0; i < 4; ++i) link->OnPacket(Text("a"));
-  EXPECT_THAT(owner_->closed, IsEmpty());
-  link->OnPacket(Text("one more"));
+  EXPECT_FALSE(connection->closed);
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < 2; ++i) link->OnPacket(Text("one more"));
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(connection->closed);
+  EXPECT_THAT(log, HasSubstr("closing a connection with worker 7: too much came before its sender "
+                             "was known: 4 messages of 4 bytes; limit calls_per_peer is 4, limit "
+                             "bytes_per_peer is 4294967296\n"));
+  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 1) << log;
+  link->OnClosed(absl::CancelledError("closed"));
   ASSERT_EQ(owner_->closed.size(), 1u);
   EXPECT_TRUE(absl::IsResourceExhausted(owner_->closed[0])) << owner_->closed[0];
   link->Release();
   EXPECT_THAT(owner_->packets, IsEmpty());
+}
+
+// The store may be silent for long, and the newcomer be pinged meanwhile.
+TEST_F(LinkTest, WhatIsHeldMayHaveTheAnswersToPingsBesides) {
+  const auto link = NewLink(Link::Kind::kAccepted);
+  const auto connection = Connect(link);
+  for (int i = 0; i < 3; ++i) link->SetAsked();
+  for (int i = 0; i < 7; ++i) link->OnPacket(Text("a"));
+  EXPECT_FALSE(connection->closed);
+  link->OnPacket(Text("one more"));
+  EXPECT_TRUE(connection->closed);
 }
 
 TEST_F(LinkTest, SoAreItsBytes) {
@@ -178,17 +205,6 @@ TEST_F(LinkTest, SoAreItsBytes) {
 }
 
 TEST_F(LinkTest, WhatComesOnABulkLinkCountsForItsMainOne) {
-// The store may be silent for long, and the newcomer be pinged meanwhile.
-TEST_F(LinkTest, WhatIsHeldMayHaveTheAnswersToPingsBesides) {
-  const auto link = NewLink(Link::Kind::kAccepted);
-  const auto connection = Connect(link);
-  for (int i = 0; i < 3; ++i) link->SetAsked();
-  for (int i = 0; i < 7; ++i) link->OnPacket(Text("a"));
-  EXPECT_FALSE(connection->closed);
-  link->OnPacket(Text("one more"));
-  EXPECT_TRUE(connection->closed);
-}
-
   const auto main = NewLink(Link::Kind::kOpened), bulk = NewLink(Link::Kind::kOpened);
   bulk->SetMain(main);
   bulk->OnPacket(Text("a"));
@@ -255,6 +271,28 @@ TEST_F(LinkTest, WhatIsLargeWaitsForTheBulkLink) {
 }
 
 // --------------------------------------------------------------------------------------- Ending
+
+TEST_F(LinkTest, TheLogSaysWhoseConnectionIsClosedForWhatCannotBeSent) {
+  const std::pair<std::function<void(RecordingConnection&)>, std::string> all[] = {
+      {[](auto& connection) { connection.fails = absl::InternalError("no such device"); },
+       "W closing a connection with worker 7: no such device"},
+      {[](auto& connection) { connection.throws = true; },
+       "E closing a connection with worker 7: out of memory"},
+  };
+  for (const auto& [have_it_fail, line] : all) {
+    SCOPED_TRACE(line);
+    owner_->closed.clear();
+    const auto link = NewLink(Link::Kind::kOpened);
+    link->SetPeer(7, 1);
+    have_it_fail(*Connect(link));
+    testing::internal::CaptureStderr();
+    link->Send(Text("a"));
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_THAT(log, StartsWith(line.substr(0, 2)));
+    EXPECT_THAT(log, HasSubstr(line.substr(2)));
+    EXPECT_EQ(owner_->closed.size(), 1u);
+  }
+}
 
 TEST_F(LinkTest, TheFirstReasonStays) {
   const auto link = NewLink(Link::Kind::kOpened);
@@ -339,7 +377,7 @@ TEST_F(LinkTest, ForThatItHasAsLongAsForItsHandshake) {
 TEST_F(LinkTest, ItWaitsForNobodyWhomTheLastWordsDoNotReach) {
   const auto link = NewLink(Link::Kind::kOpened);
   const auto connection = Connect(link);
-  connection->fails = true;
+  connection->fails = absl::UnavailableError("gone");
   link->SendLast(Text("bye"), absl::InternalError("why"));
   EXPECT_TRUE(connection->closed);
   EXPECT_THAT(owner_->closed, ElementsAre(absl::InternalError("why")));
