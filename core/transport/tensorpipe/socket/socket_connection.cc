@@ -183,7 +183,7 @@ void SocketConnection::Write(absl::string_view bytes, const void* data, size_t s
       return self->Enqueue(std::move(first));
     }
     first.done = [](const Error&) {};  // the other one's says it
-    if (self->state_ != State::kClosed) self->writes_.push_back(std::move(first));
+    if (self->state_ != State::kClosed) self->Append(self->writes_, first);
     self->Enqueue(WriteRequest{Head(size), data, size, 0, std::move(done)});
   });
 }
@@ -200,19 +200,26 @@ void SocketConnection::RunOnStrand(void (*task)(SocketConnection& it)) {
   AwaitMemory([&] { strand_.Run([self = shared_from_this(), task] { task(*self); }); });
 }
 
-void SocketConnection::Enqueue(ReadRequest request) {
-  if (state_ != State::kClosed) {
-    reads_.push_back(std::move(request));
-    return AdvanceReads();
+template <typename Request>
+bool SocketConnection::Append(std::deque<Request>& requests, Request& request) {
+  try {
+    requests.push_back(std::move(request));  // where it throws it has moved nothing
+    return true;
+  } catch (const std::bad_alloc&) {
+    Fail("out of memory", TextError::Cause::kExhausted);
+    return false;
   }
+}
+
+void SocketConnection::Enqueue(ReadRequest request) {
+  if (state_ != State::kClosed && Append(reads_, request)) return AdvanceReads();
   if (request.object != nullptr) return request.object_done(error_);
   request.done(error_, nullptr, 0);
 }
 
 void SocketConnection::Enqueue(WriteRequest request) {
-  if (state_ == State::kClosed) return request.done(error_);
-  writes_.push_back(std::move(request));
-  AdvanceWrites();
+  if (state_ != State::kClosed && Append(writes_, request)) return AdvanceWrites();
+  request.done(error_);
 }
 
 void SocketConnection::OnEvents(uint32_t events) {

@@ -118,6 +118,10 @@ class SocketConnection final : public Loop::Handler,
   void Open();
   void AwaitOpen(absl::Duration timeout);
   void AddToLoop(uint32_t events);
+  // False, and all is over, if there is no memory for it. Then it is as it was: it, too, is to hear
+  // of the end.
+  template <typename Request>
+  bool Append(std::deque<Request>& requests, Request& request);
   void Enqueue(ReadRequest request);
   void Enqueue(WriteRequest request);
   void AdvanceReads();

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
@@ -131,6 +132,44 @@ TEST(SocketConnectionTest, WithoutMemoryItEndsAllTheSame) {
       loop->Close();
       loop->Join();
     }
+  }
+}
+
+// Each fifth of them needs a new block of a queue.
+TEST(SocketConnectionTest, WithoutMemoryWhatIsAskedForIsAnsweredAllTheSame) {
+  const std::string bytes(size_t{32} << 20, 'x');  // more than the system takes
+  int answered = 0;
+  const auto count = [&](const auto&...) { ++answered; };
+  const auto done = std::ref(count);  // needs no memory
+  const std::pair<const char*, std::function<void(SocketConnection&)>> kinds[] = {
+      {"read", [&](SocketConnection& it) { it.Read(nullptr, 0, done); }},
+      {"write", [&](SocketConnection& it) { it.Write(bytes.data(), bytes.size(), done); }},
+      {"two", [&](SocketConnection& it) { it.Write("x", bytes.data(), bytes.size(), done); }}};
+  for (const auto& [kind, ask] : kinds) {
+    SCOPED_TRACE(kind);
+    FailEachAllocation([&, &ask = ask](absl::FunctionRef<void()> lack) {
+      int ends[2];
+      EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, ends), 0);
+      const Fd far(ends[1]);
+      const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
+      const auto connection = SocketConnection::Adopt(loop, Fd(ends[0]), nullptr);
+      int asked = 0;
+      answered = 0;
+      lack();
+      for (int i = 0; i < 12; ++i) {
+        try {
+          ask(*connection);
+          ++asked;
+        } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): its caller is told
+        }
+      }
+      const bool failed = FailAllocation(-1);
+      connection->Close();
+      EXPECT_EQ(answered, asked);
+      loop->Close();
+      loop->Join();
+      return failed;
+    });
   }
 }
 
