@@ -482,6 +482,27 @@ TEST(DataParallel, SparseBuffers) {
   }
 }
 
+// What writes to it gives it other memory.
+TEST(DataParallel, WhatForwardWritesToASparseBufferIsKept) {
+  struct GraphImpl : nn::Cloneable<GraphImpl> {
+    GraphImpl() { reset(); }
+    void reset() override { edges = register_buffer("edges", torch::eye(3).to_sparse()); }
+    Tensor forward(const Tensor& x) {
+      const torch::NoGradGuard no_grad;
+      edges.copy_(edges * 2);
+      return x.mm(edges.to_dense());
+    }
+    Tensor edges;
+  };
+  const auto graph = std::make_shared<GraphImpl>();
+  DataParallel parallel(graph, {.devices = {kHost, kHost}});
+  const Tensor x = torch::rand({6, 3});
+  for (const int times : {2, 4, 8}) {
+    EXPECT_TRUE(torch::allclose(parallel.Forward(x), x * times));
+    EXPECT_TRUE(graph->edges.to_dense().equal(torch::eye(3) * times)) << times;
+  }
+}
+
 TEST(DataParallel, AutocastIsTheCallers) {
   nn::Linear linear(4, 4);
   DataParallel parallel(linear, {.devices = {kHost, kHost}});

@@ -293,10 +293,15 @@ void Replicas::Keep(size_t count) {
                         ", has a copy of it, and what is written to that is lost");
     }
   }
-  if (collectives_->devices()[0] == home_) return;
+  const bool is_home = collectives_->devices()[0] == home_;
   const at::NoGradGuard no_grad;
   for (const Member& member : members_[0]) {
     const Source& source = sources_[member.source];
+    if (is_home) {
+      // They share memory, but what writes to a sparse one gives it another.
+      if (source.is_buffer && !source.tensor.has_storage()) source.tensor.set_data(member.tensor);
+      continue;
+    }
     if (!source.is_buffer || source.tensor.requires_grad()) continue;
     {
       // No version counts what forward wrote past the counter, as batch norm does.
