@@ -4,11 +4,14 @@
 #include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <new>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -125,6 +128,29 @@ TEST(StagesNoMemoryTest, TheirEndWaitsForMemory) {
     stages->reset();
     return FailAllocation(-1);
   });
+}
+
+// Of one of two threads that end them at a time: when the other one has done so the worker may go.
+TEST(StagesNoMemoryTest, TheWorkerIsNotUsedWhenOneOfTwoEndsHasCome) {
+  auto cluster = std::make_unique<Cluster>(ClusterOptions{.workers = 1});
+  Worker& worker = (*cluster)[0];
+  auto pipeline = *Pipeline::Create(
+      &worker, {.name = "model", .workers = {WorkerName(0)}, .schedule = *GPipe(1, 1)});
+  const auto stages = *PipelineStages::Create(
+      &worker, "model", {{0, {.forward = [](Tensors in) -> Tensors { return in; }}}});
+  const auto evaluate = [&] { return pipeline->Evaluate({at::ones({1, 1})}).status(); };
+  ASSERT_EQ(evaluate(), absl::OkStatus());
+  std::thread lacking([&] {
+    FailAllocationOf(gettid(), 0, std::numeric_limits<int>::max());
+    EXPECT_TRUE(stages->Close(Deadline::Never()));
+  });
+  while (evaluate().ok()) {  // until it has begun to
+  }
+  pipeline = nullptr;
+  EXPECT_TRUE(stages->Close(Deadline::Never()));
+  cluster = nullptr;
+  EXPECT_TRUE(FailAllocationOf(/*thread=*/0, -1));
+  lacking.join();
 }
 
 // Of whoever calls it: no call of the step that failed is on its way any more, for it might come

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
@@ -119,7 +118,11 @@ class PipelineStages::Impl {
  public:
   Impl(Worker* worker, std::string name, std::map<int, PipelineStage> stages,
        PipelineStagesOptions options)
-      : worker_(worker), name_(std::move(name)), stages_(std::move(stages)), options_(options) {}
+      : worker_(worker),
+        worker_name_(worker->name()),
+        name_(std::move(name)),
+        stages_(std::move(stages)),
+        options_(options) {}
 
   absl::StatusOr<Message> Begin(Request& request) {
     DG_ASSIGN_OR_RETURN(StepPlan plan, DecodePlan(request.message.payload));
@@ -307,28 +310,17 @@ class PipelineStages::Impl {
   bool Close(Deadline deadline) {
     std::vector<std::shared_ptr<RankStep>> steps;  // to which no others come once it is closed
     std::vector<RankThread*> threads;              // which last as long as this
-    // The first stops the steps, for the worker may be gone when one Close() has returned true; the
-    // next one does where there was no memory for that.
-    bool is_first = false;
-    absl::Cleanup again = [&] {
-      if (!is_first) return;
-      absl::MutexLock lock(&mu_);
-      stops_ = false;
-    };
     {
       absl::MutexLock lock(&mu_);
       closed_ = true;
-      is_first = !std::exchange(stops_, true);
       for (auto& [first_stage, rank] : ranks_) {
-        if (is_first) {
-          const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
-          steps.insert(steps.end(), all.begin(), all.end());
-        }
+        const std::vector<std::shared_ptr<RankStep>> all = rank.AllSteps();
+        steps.insert(steps.end(), all.begin(), all.end());
         if (rank.thread != nullptr) threads.push_back(rank.thread.get());
       }
     }
+    // The worker may be gone by now: another Close() has stopped them, too, and has returned true.
     for (const std::shared_ptr<RankStep>& step : steps) step->Stop(Closed());
-    std::move(again).Cancel();
     for (RankThread* thread : threads) thread->Close();
     bool idle = true;
     for (RankThread* thread : threads) idle = thread->AwaitIdle(deadline) && idle;
@@ -466,7 +458,7 @@ class PipelineStages::Impl {
 
   absl::Status Closed() const {
     return absl::CancelledError(absl::StrCat("the stages of pipeline '", name_, "' on worker '",
-                                             worker_->name(), "' were taken off"));
+                                             worker_name_, "' were taken off"));
   }
   // A step of a rank, whether it runs or has ended; null where it is not known any more.
   std::shared_ptr<RankStep> FindKept(const StepRef& ref) const ABSL_SHARED_LOCKS_REQUIRED(mu_) {
@@ -498,6 +490,7 @@ class PipelineStages::Impl {
   }
 
   Worker* const worker_;
+  const std::string worker_name_;  // also when the worker is gone
   const std::string name_;
   const std::map<int, PipelineStage> stages_;
   const PipelineStagesOptions options_;
@@ -506,7 +499,6 @@ class PipelineStages::Impl {
 
   mutable absl::Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
-  bool stops_ ABSL_GUARDED_BY(mu_) = false;  // a Close() has stopped the steps, or is about to
   // By their first stages. Once closed_ is set there come no others.
   std::map<int, Rank> ranks_ ABSL_GUARDED_BY(mu_);
 
