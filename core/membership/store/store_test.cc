@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -1770,6 +1771,30 @@ TEST(TcpStoreTest, WhoDoesNotListen) {
     ASSERT_TRUE(deaf.Receive(answer.data(), answer.size(), Later()).ok()) << i;
     EXPECT_EQ(answer.back(), 'x');
   }
+}
+
+// Nor is it read from without end: what it asks for would be kept until it has its answers.
+TEST(TcpStoreTest, WhoDoesNotListenIsNotHeardForEver) {
+  const auto store = Serve();
+  ASSERT_TRUE(store->Set("k", std::string(kMaxStoreValue, 'x'), Later()).ok());
+  Socket deaf = Friend(store->port());
+  const int room = 1 << 16;  // whatever the system gives to others
+  ASSERT_EQ(setsockopt(deaf.fd(), SOL_SOCKET, SO_SNDBUF, &room, sizeof(room)), 0);
+  for (int i = 0; i < 60; ++i) ASSERT_TRUE(deaf.Send(Await(0, {"k"}), Later()).ok());
+  const std::string more(1 << 16, 'x');
+  ssize_t sent = 0;
+  // The server looks at all of its clients between two answers to this one.
+  for (int rounds = 0; rounds < 1000 && sent < (64 << 20); ++rounds) {
+    const ssize_t n = send(deaf.fd(), more.data(), more.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (n > 0) {
+      sent += n;
+      rounds = 0;
+    } else {
+      ASSERT_EQ(errno, EAGAIN);
+    }
+    ASSERT_TRUE(store->Set("other", "x", Later()).ok());
+  }
+  EXPECT_LT(sent, 64 << 20);
 }
 
 // A false server of a launcher says that a value is longer than any may be: the client takes no
