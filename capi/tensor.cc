@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "capi/guard.h"
 #include "capi/objects.h"
+#include "core/tensor/extent.h"
 
 // ATen/DLConvertor.h declares these too, and with them all operators.
 namespace at {
@@ -107,10 +108,7 @@ absl::Status CheckPlain(const at::Tensor& tensor) {
         "the tensor's elements are all zero, and nowhere in memory: make them, with aten::zeros");
   }
   // torch's internal steps can make such.
-  int64_t end = tensor.storage_offset() + 1;
-  for (int64_t i = 0; i < tensor.dim(); ++i) end += (tensor.size(i) - 1) * tensor.stride(i);
-  if (tensor.numel() > 0 &&
-      static_cast<size_t>(end) * tensor.itemsize() > tensor.storage().nbytes()) {
+  if (!IsInMemory(tensor)) {
     return absl::FailedPreconditionError("the tensor's memory is too small for its elements");
   }
   return absl::OkStatus();

@@ -8,14 +8,6 @@
 
 namespace distgrad {
 
-bool IsInMemory(const at::Tensor& tensor) {
-  if (tensor.numel() == 0) return true;
-  if (tensor._is_zerotensor()) return false;
-  int64_t last = tensor.storage_offset();
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
-  return (static_cast<size_t>(last) + 1) * tensor.element_size() <= tensor.storage().nbytes();
-}
-
 bool IsPlain(const at::Tensor& tensor) {
   return tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }

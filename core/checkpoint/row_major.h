@@ -1,4 +1,5 @@
 // The elements of a tensor in row-major order, as files have them, whatever its device and strides.
+// All of them are in its memory (IsInMemory() of core/tensor/extent.h).
 #ifndef DISTGRAD_CORE_CHECKPOINT_ROW_MAJOR_H_
 #define DISTGRAD_CORE_CHECKPOINT_ROW_MAJOR_H_
 
@@ -14,11 +15,6 @@ namespace distgrad {
 
 // So much of a tensor that has to be copied is in memory at a time.
 constexpr int64_t kRowMajorPieceBytes = 16 << 20;
-
-// Whether all elements of a strided tensor are in its memory: a storage may have been resized, or
-// be none, as of a tensor whose elements are known to be zero. Nothing below may be asked of
-// others.
-bool IsInMemory(const at::Tensor& tensor);
 
 // Whether its memory is what a file has of it.
 bool IsPlain(const at::Tensor& tensor);

@@ -28,6 +28,7 @@
 #include "core/checkpoint/row_major.h"
 #include "core/checkpoint/shared_memory.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/extent.h"
 
 namespace distgrad {
 namespace {

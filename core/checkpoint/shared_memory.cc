@@ -19,6 +19,7 @@
 #include "core/base/status.h"
 #include "core/checkpoint/safetensors_header.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/extent.h"
 
 namespace distgrad {
 namespace {
@@ -53,11 +54,8 @@ struct Range {
 };
 
 Range RangeOf(const std::string& name, const at::Tensor& tensor, const std::string& first) {
-  uint64_t last = 0;  // elements before it
-  for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
   const uintptr_t begin = AddressOf(tensor);
-  return {DeviceOf(tensor), begin, begin + (last + 1) * tensor.element_size(), &name,
-          &tensor,          &first};
+  return {DeviceOf(tensor), begin, begin + ExtentOf(tensor), &name, &tensor, &first};
 }
 
 // Returns the bytes that such values are in that tensor's memory, with a dimension for those of an
