@@ -45,8 +45,8 @@ impl Calls {
     /// Returns the next call, once there is one; `None` when the worker has ended, by
     /// [`close`](crate::Worker::close) or since it was dropped:
     /// [`shutdown`](crate::Worker::shutdown), [`serve`](crate::Worker::serve) and
-    /// [`leave`](crate::Worker::leave) do not end it. No call is lost if this is dropped before it is
-    /// done.
+    /// [`leave`](crate::Worker::leave) do not end it. No call is lost if this is dropped before it
+    /// is done.
     pub async fn next(&mut self) -> Option<Responder> {
         poll_fn(|context| self.poll_next(context)).await
     }

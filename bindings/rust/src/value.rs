@@ -42,8 +42,8 @@ pub enum Value<'a> {
     Tensors(Cow<'a, [Option<Tensor>]>),
 }
 
-/// A number that an operator takes: an integer keeps a tensor of integers one, a real number makes it
-/// one of float32, as in Python.
+/// A number that an operator takes: an integer keeps a tensor of integers one, a real number makes
+/// it one of float32, as in Python.
 ///
 /// ```
 /// use distgrad::{Dtype, Scalar, Tensor};

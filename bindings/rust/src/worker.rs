@@ -237,8 +237,8 @@ impl Worker {
     /// it gave up, or it is gone.
     ///
     /// On that thread there is no runtime: what needs one, as timers and sockets of tokio do, finds
-    /// it after `let _entered = handle.enter();`, with a `tokio::runtime::Handle`, or is awaited by a
-    /// task of that runtime, which takes [`calls`](Worker::calls).
+    /// it after `let _entered = handle.enter();`, with a `tokio::runtime::Handle`, or is awaited by
+    /// a task of that runtime, which takes [`calls`](Worker::calls).
     ///
     /// ```
     /// # fn f(worker: &distgrad::Worker) -> distgrad::Result<()> {
@@ -306,8 +306,8 @@ impl Worker {
     /// # }
     /// ```
     ///
-    /// The task ends with the worker. So [`close`](Worker::close) or drop that before you wait for the
-    /// task, also after [`shutdown`](Worker::shutdown); and let the task keep no [`Arc`] of the
+    /// The task ends with the worker. So [`close`](Worker::close) or drop that before you wait for
+    /// the task, also after [`shutdown`](Worker::shutdown); and let the task keep no [`Arc`] of the
     /// worker: the calls of its own go by [`request`](Responder::request).
     ///
     /// Errors as of [`register`](Worker::register).
@@ -359,9 +359,9 @@ impl Worker {
 
     /// Creates a context that keeps the worker, and so can stand in a struct beside it, or go to
     /// another thread or task. The worker ends with the last of them, which must not be in one of
-    /// its own handlers or callbacks, nor in a function of its stages or of its parts of checkpoints:
-    /// its worker keeps that, and both would be there for ever. Hold a [`Weak`](std::sync::Weak)
-    /// there.
+    /// its own handlers or callbacks, nor in a function of its stages or of its parts of
+    /// checkpoints: its worker keeps that, and both would be there for ever. Hold a
+    /// [`Weak`](std::sync::Weak) there.
     ///
     /// ```
     /// # fn f(worker: distgrad::Worker, layer: distgrad::Tensor) -> distgrad::Result<()> {
