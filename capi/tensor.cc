@@ -139,6 +139,26 @@ dg_str DeviceName(const at::Device& device) {
   return ToStr(names[static_cast<int>(device.type()) * kIndexes + device.index() + 1]);
 }
 
+// What dg_tensor_to_dlpack gives out: torch's export, by whose deleter ImportDlpack() knows it
+// again.
+struct Export {
+  explicit Export(const at::Tensor& exported)
+      : tensor(exported), of_torch(at::toDLPackVersioned(exported)), managed(*of_torch) {
+    managed.manager_ctx = this;
+    managed.deleter = End;
+  }
+  ~Export() { of_torch->deleter(of_torch); }
+  Export(const Export&) = delete;
+  Export& operator=(const Export&) = delete;
+  static void End(DLManagedTensorVersioned* ended) {
+    delete static_cast<Export*>(ended->manager_ctx);
+  }
+
+  const at::Tensor tensor;
+  DLManagedTensorVersioned* const of_torch;
+  DLManagedTensorVersioned managed;
+};
+
 absl::StatusOr<at::Tensor> ImportDlpack(DLManagedTensorVersioned* managed) {
   // Whatever happens from here on, the deleter runs once: when the last copy of this is gone.
   const std::shared_ptr<DLManagedTensorVersioned> owner(managed,
@@ -170,6 +190,9 @@ absl::StatusOr<at::Tensor> ImportDlpack(DLManagedTensorVersioned* managed) {
   if (tensor.data == nullptr && !empty) {
     return absl::InvalidArgumentError("the DLPack tensor has elements, and its data is NULL");
   }
+  // One of this library's own would get a version counter beside that of the exported tensor:
+  // autograd would not notice what is written to what a graph has saved, indices for instance.
+  if (managed->deleter == Export::End) return static_cast<Export*>(managed->manager_ctx)->tensor;
   // torch takes no notice of the offset.
   DLManagedTensorVersioned from_first = *managed;
   from_first.dl_tensor.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
@@ -296,7 +319,8 @@ dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor, DLManagedTensorVersioned*
       return absl::FailedPreconditionError("the tensor requires grad: detach it first");
     }
     DG_RETURN_IF_ERROR(CheckPlain(pinned->tensor));
-    *out = at::toDLPackVersioned(pinned->tensor);
+    // One that is the export's alone, and stays as it is.
+    *out = &(new Export(pinned->tensor.detach()))->managed;
     return absl::OkStatus();
   });
 }

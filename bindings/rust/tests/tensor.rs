@@ -1,7 +1,9 @@
 //! Tensors, values and operators.
+mod common;
+use common::{alone, Folder};
 use distgrad::{
-    op, op_unchecked, ops, values, Code, DlpackTensor, Dtype, EnableGrad, NoGrad, Tensor, Value,
-    OPERATORS, OPERATORS_IN_PLACE,
+    load_safetensors_into, op, op_unchecked, ops, save_safetensors, values, Code, DlpackTensor,
+    Dtype, EnableGrad, NoGrad, Tensor, Value, OPERATORS, OPERATORS_IN_PLACE,
 };
 use std::{
     env,
@@ -137,6 +139,28 @@ fn dlpack_shares_memory() {
     drop(x.to_dlpack().unwrap());
     let leaf = floats(&[1.0], &[1]).require_grad().unwrap();
     assert_eq!(leaf.to_dlpack().err().unwrap().code(), Code::FailedPrecondition);
+}
+
+// A backward takes what the graph has saved for places in memory.
+#[test]
+fn dlpack_hides_no_writes_from_autograd() -> distgrad::Result<()> {
+    let x = Tensor::randn(&[1, 1, 4, 4])?.require_grad()?;
+    let pooled = ops("aten::max_pool2d_with_indices", &values![&x, [2, 2]])?;
+    let [Value::Tensor(largest), Value::Tensor(places)] = &pooled[..] else {
+        panic!("{pooled:?}");
+    };
+    let loss = largest.sum()?;
+    let same = Tensor::from_dlpack(places.to_dlpack()?)?;
+    let folder = Folder::new();
+    let file = folder.0.join("places.safetensors");
+    // Others, in range: what is out of range would be written to.
+    save_safetensors(&file, [("places", &places.flip(&[3])?)], [("", ""); 0])?;
+    load_safetensors_into(&file, [("places", &same)])?;
+    assert_eq!(places.to_vec::<i64>()?, same.to_vec::<i64>()?);
+    let worker = alone();
+    let error = worker.context()?.backward([&loss]).unwrap_err();
+    assert!(error.message().contains("modified by an inplace operation"), "{error}");
+    Ok(())
 }
 
 /// `DLManagedTensorVersioned`, as another library would have it.

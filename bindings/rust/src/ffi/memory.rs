@@ -209,7 +209,10 @@ impl DlpackTensor {
     /// Takes a `DLManagedTensorVersioned *` that another library exported.
     ///
     /// # Safety
-    /// It is one, and nobody else will call its deleter.
+    /// It is one, and nobody else will call its deleter. Nothing writes to its memory by another
+    /// tensor while operators, or a graph that has saved it, use the imported one: torch counts
+    /// what is written by each of them alone, and takes indices that it has looked at for good.
+    /// That is no matter for what [`Tensor::to_dlpack`] exported: both tensors are counted as one.
     pub unsafe fn from_raw(managed: *mut c_void) -> Self {
         Self(managed.cast())
     }
