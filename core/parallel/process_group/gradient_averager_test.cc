@@ -120,6 +120,24 @@ TEST(GradientAveragerTest, BuffersOfRank0LeaveGraphsThatHaveSavedThemValid) {
   });
 }
 
+// A backward writes where the integers say that its graph has saved.
+TEST(GradientAveragerTest, GraphsNoticePlacesOfRank0ThatAreOthers) {
+  RunRanks(2, [](Group group) {
+    const bool is_root = group->rank() == 0;
+    const Tensor w = Parameter({2}), other = Parameter({2});
+    const Tensor same = torch::arange(2), changed = torch::arange(2);
+    const auto averager = NewAverager(group, {{"w", w}}, {{"same", same}, {"changed", changed}});
+    const Tensor of_same = other.index_select(0, same).sum();
+    const Tensor of_changed = other.index_select(0, changed).sum();
+    if (is_root) changed.data().fill_(0);
+    EXPECT_EQ(StatusOfBackward(w.sum()), absl::OkStatus());
+    EXPECT_TRUE(changed.equal(torch::zeros({2}, torch::kLong))) << changed;
+    EXPECT_EQ(StatusOfBackward(of_same), absl::OkStatus());
+    const absl::Status status = StatusOfBackward(of_changed);
+    EXPECT_EQ(Contains(status, "modified by an inplace operation"), !is_root) << status;
+  });
+}
+
 TEST(GradientAveragerTest, BackwardEndsWithAverages) {
   RunRanks(3, [](Group group) {
     const double rank = group->rank();

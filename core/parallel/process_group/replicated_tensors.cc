@@ -173,9 +173,20 @@ absl::Status ReplicatedTensors::Broadcast(int root) const {
 }
 
 absl::Status ReplicatedTensors::BroadcastBuffers(int root) const {
-  std::vector<at::Tensor> tensors;
-  for (const NamedTensor& each : buffers_) tensors.push_back(each.tensor.data());
-  return group_->Broadcast(tensors, root);
+  std::vector<at::Tensor> tensors, before;
+  for (const NamedTensor& each : buffers_) {
+    const at::Tensor& buffer = each.tensor;
+    tensors.push_back(buffer.data());
+    const bool counts =
+        !buffer.is_floating_point() && !buffer.is_complex() && !buffer.is_inference();
+    before.push_back(counts && group_->rank() != root ? buffer.clone() : at::Tensor());
+  }
+  const absl::Status status = group_->Broadcast(tensors, root);
+  for (size_t i = 0; i < before.size(); ++i) {
+    if (!before[i].defined() || before[i].equal(tensors[i])) continue;
+    buffers_[i].tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  return status;
 }
 
 }  // namespace distgrad

@@ -37,7 +37,8 @@ class ReplicatedTensors {
   // Gives every rank what that one has.
   absl::Status Broadcast(int root) const;
   // Writes past the version counters, as batch norm does: a graph that has saved a buffer may still
-  // go backward, on each rank.
+  // go backward, on each rank. But integers that change are counted: they may be indices, and a
+  // backward that has saved some writes where they say, in the tensor or not.
   absl::Status BroadcastBuffers(int root) const;
   bool has_buffers() const { return !buffers_.empty(); }
 
