@@ -112,6 +112,16 @@ constexpr absl::string_view kTrusting[] = {
     "unfold_backward",
 };
 
+// Those whose results share memory with an argument and not its version counter: a backward that
+// has saved the argument would not notice what is written to the result. Found by
+// operator_schemas_test.cc.
+constexpr absl::string_view kHiding[] = {
+    "data",
+    "unsafe_chunk",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+};
+
 bool IsOneOf(absl::Span<const absl::string_view> list, absl::string_view name) {
   return std::find(list.begin(), list.end(), name) != list.end();
 }
@@ -127,6 +137,12 @@ absl::Status CheckSafe(absl::string_view name) {
         absl::StrCat("operator ", name.substr(0, 100),
                      " does not check that its arguments fit together, and may write to memory "
                      "outside of them"));
+  }
+  if (of_libtorch && IsOneOf(kHiding, base)) {
+    return absl::PermissionDeniedError(
+        absl::StrCat("operator ", name.substr(0, 100),
+                     " gives memory of its argument's to which it could be written unnoticed by "
+                     "a backward"));
   }
   const bool safe = of_libtorch &&
                     (!absl::StartsWith(base, "_") || absl::StartsWith(base, "_foreach_") ||

@@ -18,6 +18,7 @@ namespace distgrad {
 //   - names that begin with "_", but for the "_foreach_" ones: they are libtorch's internal steps,
 //     many of which take sizes and indices on trust and read or write where those say;
 //   - those of the others that are known to do the same (operator_schemas_test.cc looks for them);
+//   - those whose results share memory with an argument, and not its version counter;
 //   - those that touch files, settings of the process or a tensor's storage.
 //
 // An operator that does not exist is not refused here. Thread-safe.
