@@ -38,7 +38,12 @@ use std::{
 /// average and a broadcast of a [`ProcessGroup`](crate::ProcessGroup), an
 /// [`GradientAverager`](crate::GradientAverager) (parameters and buffers), and a forward of a
 /// [`DataParallel`](crate::DataParallel) (its buffers). As everywhere in torch, it is up to the
-/// program that no other thread uses these tensors meanwhile.
+/// program that no other thread uses these tensors meanwhile. Above all not tensors of integers:
+/// where they are indices ([`gather`](Tensor::gather), [`index_select`](Tensor::index_select), the
+/// labels of a loss, what a backward has saved of them), an operator looks whether they are in
+/// range, reads them again, and goes where they say by then, also outside of a tensor's memory. Nor
+/// may they be the indices of a sparse tensor, which are looked at when it is made. On one thread a
+/// backward notices what was written to the indices that it has saved, and is an error.
 #[doc(alias = "dg_tensor")]
 pub struct Tensor(Owned<TensorHandle>);
 

@@ -28,7 +28,9 @@ macro_rules! handles {
         // write to their arguments, which are unsafe here; and dg_tensor_require_grad, which is called
         // for tensors that no other handle refers to. The others of "Some functions write to the
         // caller's tensors" stand in the documentation of Tensor: they change elements, and never
-        // where these are or how many.
+        // where these are or how many. Indices are elements too, and say where an operator or a
+        // backward reads and writes, of other tensors: that documentation has what the program is to
+        // see to.
         unsafe impl Send for $name {}
         // SAFETY: the same sentence.
         unsafe impl Sync for $name {}
