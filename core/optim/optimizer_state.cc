@@ -26,6 +26,7 @@
 #include "core/base/error_list.h"
 #include "core/base/status.h"
 #include "core/tensor/exception.h"
+#include "core/tensor/extent.h"
 
 namespace distgrad {
 namespace {
@@ -193,6 +194,13 @@ absl::Status CheckNames(const StateForm& form, const torch::optim::Optimizer& op
                                                  form.names.size(), " have names"));
 }
 
+// A storage that was resized may be too small for the tensor that has it: a copy would read what is
+// behind it.
+bool ReachesBehindItsStorage(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !IsInMemory(tensor);
+}
+constexpr absl::string_view kNotInMemory = "has elements that are not in its memory";
+
 // Undefined where there is none.
 at::Tensor Encode(const Slot& slot, bool copy) {
   struct {
@@ -322,7 +330,9 @@ class Given {
     const auto found = left_.find(name);
     if (found == left_.end()) return errors_.Add(absl::StrCat("'", name, "' is missing"));
     const std::string wrong =
-        std::visit(Decoder(slot.name, *found->second, parameter, slots_), slot.value);
+        ReachesBehindItsStorage(*found->second)
+            ? std::string(kNotInMemory)
+            : std::visit(Decoder(slot.name, *found->second, parameter, slots_), slot.value);
     if (!wrong.empty()) errors_.Add(absl::StrCat("'", name, "' ", wrong));
     left_.erase(found);
   }
@@ -392,19 +402,27 @@ absl::StatusOr<std::vector<StateTensor>> ReadState(torch::optim::Optimizer& opti
   try {
     const c10::InferenceMode no_inference(false);
     const at::NoGradGuard no_grad;
-    const auto add = [&](const std::string& prefix, const Slot& slot) {
+    const auto add = [&](const std::string& prefix, const Slot& slot) -> absl::Status {
+      std::string name = absl::StrCat(prefix, slot.name);
+      const auto* const its = std::get_if<at::Tensor*>(&slot.value);
+      if (its != nullptr && (*its)->defined() && ReachesBehindItsStorage(**its)) {
+        return absl::InvalidArgumentError(absl::StrCat("'", name, "' ", kNotInMemory));
+      }
       at::Tensor tensor = Encode(slot, form.copy);
-      if (tensor.defined()) state.push_back({absl::StrCat(prefix, slot.name), std::move(tensor)});
+      if (tensor.defined()) state.push_back({std::move(name), std::move(tensor)});
+      return absl::OkStatus();
     };
     size_t parameter = 0;
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
       torch::optim::OptimizerParamGroup& group = optimizer.param_groups()[i];
-      for (const Slot& slot : kind->options(group.options())) add(GroupPrefix(i), slot);
+      for (const Slot& slot : kind->options(group.options())) {
+        DG_RETURN_IF_ERROR(add(GroupPrefix(i), slot));
+      }
       for (const at::Tensor& tensor : group.params()) {
         const std::string prefix = StatePrefix(form, parameter++);
         OptimizerParamState* const its = StateOf(optimizer, tensor);
         if (its == nullptr) continue;
-        for (const Slot& slot : kind->state(*its)) add(prefix, slot);
+        for (const Slot& slot : kind->state(*its)) DG_RETURN_IF_ERROR(add(prefix, slot));
       }
     }
   } catch (...) {

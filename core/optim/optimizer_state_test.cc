@@ -379,6 +379,35 @@ TEST(OptimizersStateTest, ACheckCopiesNothing) {
   EXPECT_FALSE(LoadState(*state, &sgd).ok());
 }
 
+// A copy would read what is behind it.
+TEST(OptimizersStateTest, ATensorThatReachesBehindItsStorageIsRefused) {
+  const at::Tensor parameter = at::ones({100}).requires_grad_();
+  torch::optim::SGD sgd({parameter}, torch::optim::SGDOptions(0.1).momentum(0.9));
+  parameter.mutable_grad() = at::ones({100});
+  sgd.step();
+  absl::StatusOr<std::vector<StateTensor>> state = ReadState(sgd);
+  ASSERT_TRUE(state.ok()) << state.status();
+  const absl::StatusOr<std::vector<StateTensor>> own = ReadState(sgd, {.names = {}, .copy = false});
+  ASSERT_TRUE(own.ok()) << own.status();
+  own->back().tensor.storage().set_nbytes(99 * sizeof(float));
+  for (const bool copy : {true, false}) {
+    const absl::Status read = ReadState(sgd, {.names = {}, .copy = copy}).status();
+    EXPECT_EQ(read.code(), absl::StatusCode::kInvalidArgument) << read;
+    EXPECT_EQ(read.message(), "'state.0.momentum_buffer' has elements that are not in its memory");
+    const absl::Status loaded = LoadState(*own, &sgd, {.names = {}, .copy = copy});
+    EXPECT_EQ(loaded.code(), absl::StatusCode::kInvalidArgument) << loaded;
+    EXPECT_EQ(loaded.message(),
+              "the state is not this optimizer's: 'state.0.momentum_buffer' has elements that are "
+              "not in its memory");
+  }
+  state->front().tensor = at::ones({}, at::kDouble);
+  state->front().tensor.storage().set_nbytes(0);
+  const absl::Status number = LoadState(*state, &sgd);
+  EXPECT_EQ(number.message(),
+            "the state is not this optimizer's: 'param_groups.0.lr' has elements that are not in "
+            "its memory");
+}
+
 TEST(OptimizersStateTest, OthersAreNotKnown) {
   torch::optim::LBFGS lbfgs(std::vector<at::Tensor>{at::ones({1}).requires_grad_()});
   EXPECT_EQ(ReadState(lbfgs).status().code(), absl::StatusCode::kUnimplemented);
