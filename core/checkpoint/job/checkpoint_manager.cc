@@ -693,25 +693,36 @@ class CheckpointManager::Impl {
       mu_.AssertHeld();
       thread_ = std::move(*before);
     };
-    thread = StartThread(
-        "dg-checkpoint", [this, before, saving, promise = std::move(promise)]() mutable {
-          const absl::Status saved = Annotated(Caught([&] { return Write(saving); }), saving.step);
-          // Whoever has the future may have dropped it.
-          if (!saved.ok()) DG_LOG(WARNING) << saved.message();
-          written_on_this_thread = this;
-          EndTurn();
-          if (saved.ok()) {
-            promise.Set(Unit{});
-          } else {
-            promise.Set(saved);
-          }
-          // It may be the one that began this.
-          if (before->joinable()) before->join();
-        });
+    thread = StartThread("dg-checkpoint",
+                         [this, before, saving, promise = std::move(promise)]() mutable {
+                           const absl::Status saved = WriteInBackground(saving);
+                           written_on_this_thread = this;
+                           EndTurn();
+                           if (saved.ok()) {
+                             promise.Set(Unit{});
+                           } else {
+                             promise.Set(saved);
+                           }
+                           // It may be the one that began this.
+                           if (before->joinable()) before->join();
+                         });
     DG_RETURN_IF_ERROR(thread.status());
     std::move(put_back).Cancel();
     thread_ = *std::move(thread);
     return absl::OkStatus();
+  }
+
+  // Throws nothing: the thread that it is called on would end the process.
+  absl::Status WriteInBackground(const Saving& saving) {
+    absl::Status saved = Caught([&] { return Write(saving); });
+    // Where there is no memory for that the error stays as it is.
+    Caught([&] {
+      saved = Annotated(saved, saving.step);
+      // Whoever has the future may have dropped it.
+      if (!saved.ok()) DG_LOG(WARNING) << saved.message();
+      return absl::OkStatus();
+    }).IgnoreError();
+    return saved;
   }
 
   absl::StatusOr<LoadedCheckpoint> LoadInTurn(const LoadOptions& options) {
