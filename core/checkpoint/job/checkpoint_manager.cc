@@ -437,12 +437,19 @@ bool IsGone(const StepFolder& folder, const std::string& text) {
 // How far a load came: kGone and kDamaged are ends without anything loaded.
 enum class Reached { kNothing, kGone, kDamaged, kSomeIsLoaded };
 
+// What a load has found besides what it returns.
+struct LoadNotes {
+  Reached reached = Reached::kNothing;
+  StepFolders::Damaged damaged;  // all that are
+  Incarnations incarnations;     // whom it has loaded, if it succeeds
+};
+
 absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& parts,
                                          const StepFolder& from, const LoadOptions& options,
-                                         Reached* reached, Incarnations* incarnations) {
-  *reached = Reached::kNothing;
+                                         LoadNotes* notes) {
+  notes->reached = Reached::kNothing;
   if (from.has_other_name()) {
-    *reached = Reached::kDamaged;
+    notes->reached = Reached::kDamaged;
     return OfLeader(leader,
                     absl::InvalidArgumentError(absl::StrCat(
                         "it has the checkpoint of step ", from.manifest->step,
@@ -451,7 +458,7 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
   DG_ASSIGN_OR_RETURN(const std::vector<PartPlan> plans, parts.Plans(options.deadline));
   const absl::StatusOr<std::string> read = ReadManifestText(from.path);
   const auto gone = [&](const absl::Status& why) {
-    *reached = Reached::kGone;
+    notes->reached = Reached::kGone;
     return Rephrased(why, absl::StatusCode::kAborted,
                      absl::StrCat("it has been removed or replaced meanwhile: ", why.message()));
   };
@@ -487,7 +494,7 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
         is_damaged = true;
         break;
       }
-      (*incarnations)[parts.workers()[i]] = reply->incarnation;
+      notes->incarnations[parts.workers()[i]] = reply->incarnation;
       loaded.missing.insert(loaded.missing.end(), reply->missing.begin(), reply->missing.end());
       loaded.mismatched.insert(loaded.mismatched.end(), reply->mismatched.begin(),
                                reply->mismatched.end());
@@ -504,10 +511,10 @@ absl::StatusOr<LoadedCheckpoint> LoadOne(const Worker& leader, const Parts& part
   if (!status.ok()) {
     parts.Drop(token);
     if (IsGone(from, text)) return gone(status);
-    if (is_damaged) *reached = Reached::kDamaged;
+    if (is_damaged) notes->reached = Reached::kDamaged;
     return status;
   }
-  *reached = Reached::kSomeIsLoaded;
+  notes->reached = Reached::kSomeIsLoaded;
   DG_RETURN_IF_ERROR(Annotate(
       parts.CallAll(kCheckpointLoad, {EncodeToken(token)}, token, options.deadline).status(),
       "some of it may have been loaded"));
@@ -522,9 +529,8 @@ absl::Status NotNotFound(const absl::Status& status) {
 
 absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& parts,
                                           const std::string& folder, const LoadOptions& options,
-                                          Reached* reached, StepFolders::Damaged* damaged,
-                                          Incarnations* incarnations) {
-  *reached = Reached::kNothing;
+                                          LoadNotes* notes) {
+  notes->reached = Reached::kNothing;
   const absl::StatusOr<std::vector<StepFolder>> steps = ListSteps(folder);
   if (absl::IsNotFound(steps.status())) return steps.status();
   if (!steps.ok()) return OfLeader(leader, steps.status());
@@ -572,13 +578,14 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
   for (size_t i = 0;; ++i) {
     const absl::StatusOr<LoadedCheckpoint> loaded =
-        LoadOne(leader, parts, *candidates[i], options, reached, incarnations);
+        LoadOne(leader, parts, *candidates[i], options, notes);
     if (loaded.ok()) return loaded;
     // Also where it is not passed over: the program may ask for an older one.
-    if (*reached == Reached::kDamaged) {
-      damaged->emplace(candidates[i]->path, candidates[i]->manifest->sequence);
+    const bool is_damaged = notes->reached == Reached::kDamaged;
+    if (is_damaged) {
+      notes->damaged.emplace(candidates[i]->path, candidates[i]->manifest->sequence);
     }
-    const bool has_older = *reached == Reached::kDamaged && i + 1 < candidates.size();
+    const bool has_older = is_damaged && i + 1 < candidates.size();
     if (has_older && options.fall_back) {
       DG_RETURN_IF_ERROR(unreadable);
       continue;
@@ -593,13 +600,9 @@ absl::StatusOr<LoadedCheckpoint> LoadFrom(const Worker& leader, const Parts& par
   }
 }
 
-// `reached` gets how far it came, `damaged` those that were found to be, `incarnations` whom it has
-// loaded if it succeeds.
 absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& folder,
                                             const LoadOptions& options,
-                                            const CheckpointManagerOptions& of, Reached* reached,
-                                            StepFolders::Damaged* damaged,
-                                            Incarnations* incarnations) {
+                                            const CheckpointManagerOptions& of, LoadNotes* notes) {
   DG_ASSIGN_OR_RETURN(const std::string path, PathOf(folder));
   const absl::StatusOr<Parts> parts = Parts::Of(worker, of, options.deadline);
   if (!parts.ok()) return NotNotFound(parts.status());
@@ -607,9 +610,8 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
   // Another job may remove or rename checkpoints meanwhile.
   constexpr int kTries = 10;
   for (int i = 1;; ++i) {
-    absl::StatusOr<LoadedCheckpoint> loaded =
-        LoadFrom(*worker, *parts, path, options, reached, damaged, incarnations);
-    if (*reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
+    absl::StatusOr<LoadedCheckpoint> loaded = LoadFrom(*worker, *parts, path, options, notes);
+    if (notes->reached != Reached::kGone || loaded.ok() || i == kTries) return loaded;
   }
 }
 
@@ -618,10 +620,8 @@ absl::StatusOr<LoadedCheckpoint> LoadNewest(Worker* worker, const std::string& f
 absl::StatusOr<LoadedCheckpoint> LoadCheckpoint(Worker* worker, const std::string& folder,
                                                 const LoadOptions& options,
                                                 const CheckpointManagerOptions& of) {
-  Reached reached = Reached::kNothing;
-  StepFolders::Damaged damaged;
-  Incarnations incarnations;
-  return LoadNewest(worker, folder, options, of, &reached, &damaged, &incarnations);
+  LoadNotes notes;
+  return LoadNewest(worker, folder, options, of, &notes);
 }
 
 // On a thread that has written for a manager: which one.
@@ -759,15 +759,13 @@ class CheckpointManager::Impl {
   }
 
   absl::StatusOr<LoadedCheckpoint> LoadInTurn(const LoadOptions& options) {
-    Reached reached = Reached::kNothing;
-    Incarnations incarnations;
-    absl::StatusOr<LoadedCheckpoint> loaded = Caught([&] {
-      return LoadNewest(worker_, folders_->path(), options, options_, &reached, &damaged_,
-                        &incarnations);
-    });
+    LoadNotes notes;
+    absl::StatusOr<LoadedCheckpoint> loaded =
+        Caught([&] { return LoadNewest(worker_, folders_->path(), options, options_, &notes); });
+    damaged_.merge(notes.damaged);
     if (loaded.ok()) {
-      Remember(loaded->step, loaded->folder, std::move(incarnations));
-    } else if (reached == Reached::kSomeIsLoaded) {
+      Remember(loaded->step, loaded->folder, std::move(notes.incarnations));
+    } else if (notes.reached == Reached::kSomeIsLoaded) {
       half_loaded_ = loaded.status();
     } else if (absl::IsNotFound(loaded.status()) && !options.step.has_value()) {
       RememberWhoBegins(options.deadline);
