@@ -1,6 +1,8 @@
 // Reads calls, runs what they ask for, and answers.
 #include "core/worker/server.h"
 
+#include <algorithm>
+#include <array>
 #include <new>
 #include <set>
 #include <utility>
@@ -36,17 +38,22 @@ constexpr absl::string_view kOwnPrefix = "distgrad.";
 constexpr absl::string_view kOptimizerPrefix = "distgrad.optimizer.";  // those of optimizer.cc
 constexpr absl::string_view kPipelinePrefix = "distgrad.pipeline.";    // those of core/pipeline
 constexpr absl::string_view kStepPrefix = "distgrad.pipeline.begin/";  // that begins a step
-constexpr size_t kMaxName = 1000;                                      // bytes
+// Those of core/checkpoint/job by which a save or load that has begun goes on.
+constexpr std::array<absl::string_view, 3> kOfSavesAndLoads = {
+    "distgrad.checkpoint.write/", "distgrad.checkpoint.load/", "distgrad.checkpoint.drop/"};
+constexpr size_t kMaxName = 1000;  // bytes
 static_assert(kMaxName <= kMaxFunctionName);
 
 bool IsOperator(absl::string_view function) { return absl::StrContains(function, kOperatorMark); }
 
 // Whether a call in no context is of something that began before it: of another worker's context,
-// or of a step of a pipeline. Only the call that begins a step is in its context, for whose end a
-// worker that leaves waits.
+// of a step of a pipeline, or of a save or load of a checkpoint. Only the call that begins a step
+// is in its context, for whose end a worker that leaves waits; for a save or load it waits while a
+// call of that is served, and takes the next one as long as it waits for anything.
 bool GoesOn(absl::string_view function) {
-  return function == kLastContext ||
-         (absl::StartsWith(function, kPipelinePrefix) && !absl::StartsWith(function, kStepPrefix));
+  const auto begins = [&](absl::string_view prefix) { return absl::StartsWith(function, prefix); };
+  return function == kLastContext || (begins(kPipelinePrefix) && !begins(kStepPrefix)) ||
+         std::any_of(kOfSavesAndLoads.begin(), kOfSavesAndLoads.end(), begins);
 }
 
 }  // namespace

@@ -457,23 +457,25 @@ TEST_F(CheckpointManagerTest, ACopyIsNotTheCheckpointOfItsName) {
   EXPECT_TRUE(absl::StrContains(copy.message(), "it has the checkpoint of step 100")) << copy;
 }
 
-// Calls a function when a load first asks what the parts have. Thread-safe.
+// Calls a function when a manager first calls that one of a part. Thread-safe.
 class WhenAsked final : public FaultInjector {
  public:
-  explicit WhenAsked(std::function<void()> function) : function_(std::move(function)) {}
+  WhenAsked(absl::string_view asked, std::function<void()> function)
+      : asked_(asked), function_(std::move(function)) {}
   Action OnSend(const std::string&, const std::string&, Packet& packet) override {
-    if (absl::StrContains(packet.bytes, kCheckpointPlan) && is_on.exchange(false)) function_();
+    if (absl::StrContains(packet.bytes, asked_) && is_on.exchange(false)) function_();
     return Action::kDeliver;
   }
   std::atomic<bool> is_on{false};
 
  private:
+  const std::string asked_;
   const std::function<void()> function_;
 };
 
 // Who asks for a step gets that or none, also where another job renames and copies meanwhile.
 TEST_F(CheckpointManagerTest, AnotherStepDoesNotTakeThePlaceOfTheOneThatIsAskedFor) {
-  const auto faults = std::make_shared<WhenAsked>([this] {
+  const auto faults = std::make_shared<WhenAsked>(kCheckpointPlan, [this] {
     fs::remove_all(folder_ + "/step-000100");
     fs::copy(folder_ + "/step-000200", folder_ + "/step-000100", fs::copy_options::recursive);
   });
@@ -906,6 +908,47 @@ TEST_F(CheckpointManagerTest, AWorkerThatIsLostWhileItWritesFailsTheSave) {
   EXPECT_EQ(Names(), Strings{"step-000001"}) << "a late worker has written";
   const CheckpointManagerOptions of = {.workers = {WorkerName(0)}};
   EXPECT_TRUE(LoadCheckpoint(&cluster[0], folder_, {.strict = false}, of).ok());
+}
+
+// What comes of a save or load that has begun is no new work.
+TEST_F(CheckpointManagerTest, AWorkerThatLeavesGoesOnWithASaveOrLoad) {
+  for (const absl::string_view asked : {kCheckpointWrite, kCheckpointLoad}) {
+    SCOPED_TRACE(asked);
+    const at::Tensor weight = at::ones({3});
+    Worker* leaves = nullptr;
+    absl::Status left;
+    const auto faults =
+        std::make_shared<WhenAsked>(asked, [&] { left = leaves->Leave(absl::Now()); });
+    Cluster cluster({.workers = 2, .faults = faults});
+    leaves = &cluster[1];
+    // What it waits for, meanwhile.
+    ASSERT_TRUE(cluster[1]
+                    .Register("f", [](Request&) -> absl::StatusOr<Message> { return Message{}; })
+                    .ok());
+    const Context step = cluster[0].NewContext();
+    ASSERT_TRUE(cluster[0].Call(WorkerName(1), "f", {}, {.context = &step}).ok());
+    auto part = Part(cluster[1], {.tensors = {{"weight", weight}}});
+    const auto manager = Manager(cluster[0], {.workers = {WorkerName(1)}});
+    ASSERT_TRUE(manager->Save(1).ok());
+    weight.zero_();
+    faults->is_on = true;
+    if (asked == kCheckpointWrite) {
+      const absl::Status saved = manager->Save(2);
+      EXPECT_TRUE(saved.ok()) << saved;
+    } else {
+      const absl::Status loaded = manager->Load().status();
+      EXPECT_TRUE(loaded.ok()) << loaded;
+      EXPECT_TRUE(at::equal(weight, at::ones({3})));
+    }
+    EXPECT_FALSE(faults->is_on);
+    EXPECT_EQ(left.code(), Code::kDeadlineExceeded) << left;
+    for (const absl::Status& next : {manager->Save(3), manager->Load().status()}) {
+      EXPECT_EQ(next.code(), Code::kUnavailable) << next;
+      EXPECT_TRUE(absl::StrContains(next.message(), "it is leaving the job")) << next;
+    }
+    part = nullptr;
+    cluster.Kill(1);  // it is to end, and not to wait for the other one
+  }
 }
 
 // Others' messages may fill the way to a worker.
