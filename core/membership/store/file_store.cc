@@ -263,7 +263,9 @@ class FileStore final : public Store {
     return absl::OkStatus();
   }
 
-  // A key that is deleted needs no room.
+  // A key that is deleted needs no room. Nothing is flushed, for which every call would wait: where
+  // the machine of the disk stops, the header may say more than what is there of the log, and then
+  // the file is damaged.
   absl::Status Append(File& file, const std::string& key, const std::string& value)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (!key.empty() && live_bytes_ - LiveBytesOf(key) + EntryBytes(key, value) > max_bytes_) {
@@ -299,7 +301,9 @@ class FileStore final : public Store {
   }
 
   // Copies what counts to before the log, if there is room, and else to behind it. Then what is
-  // behind both is given back.
+  // behind both is given back. The copy is durable before its header is written, and that before
+  // the log which the former header is of is cut off: a machine that stops in here leaves one of
+  // the two, with its log.
   absl::Status Copy(File& file) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     std::string entries;
     entries.reserve(live_bytes_);
@@ -307,7 +311,6 @@ class FileStore final : public Store {
     const bool fits = kHeaderBytes + entries.size() <= log_.begin;
     const uint64_t begin = fits ? kHeaderBytes : log_.end;
     absl::Status written = file.Write(begin, entries);
-    // Else a machine that stops could have the header of a copy that is not there.
     if (written.ok()) written = file.Flush();
     if (!written.ok()) {
       file.CutAt(log_.end);
@@ -316,7 +319,7 @@ class FileStore final : public Store {
     const Header copy = {id_, log_.generation + 1, begin, begin + entries.size()};
     DG_RETURN_IF_ERROR(file.Write(kMagic.size(), BytesOf(copy)));
     log_ = copy;
-    file.CutAt(copy.end);
+    if (file.Flush().ok()) file.CutAt(copy.end);
     return absl::OkStatus();
   }
 
