@@ -126,12 +126,16 @@ class NoMemoryTest : public testing::Test {
     std::filesystem::remove_all(folder_);
   }
 
-  // Runs an operator of two tensors, that gives one.
-  static dg_tensor* Op(dg_str op, const dg_tensor* a, const dg_tensor* b) {
-    const std::array<dg_value, 2> arguments = {dg_value_tensor(a), dg_value_tensor(b)};
-    dg_tensor* out = nullptr;
-    ExpectOk(dg_op_tensors(op, arguments.data(), arguments.size(), &out, 1));
-    return out;
+  // Returns the sum of the products of the elements of two tensors.
+  static dg_tensor* SumOfProducts(const dg_tensor* a, const dg_tensor* b) {
+    const std::array<dg_value, 2> factors = {dg_value_tensor(a), dg_value_tensor(b)};
+    dg_tensor* products = nullptr;
+    ExpectOk(dg_op_tensors(DG_STR("aten::mul.Tensor"), factors.data(), 2, &products, 1));
+    const std::array<dg_value, 1> summands = {dg_value_tensor(products)};
+    dg_tensor* sum = nullptr;
+    ExpectOk(dg_op_tensors(DG_STR("aten::sum"), summands.data(), 1, &sum, 1));
+    dg_tensor_destroy(products);
+    return sum;
   }
 
   static void AwaitAndDestroy(dg_future* future) {
@@ -224,13 +228,8 @@ TEST_F(NoMemoryTest, Futures) {
 
   dg_context* context = nullptr;
   ExpectOk(dg_context_create(worker_, &context));
-  dg_tensor* const product = Op(DG_STR("aten::mul.Tensor"), parameter_, parameter_);
-  dg_values* sums = nullptr;
-  const std::array<dg_value, 1> of_product = {dg_value_tensor(product)};
-  ExpectOk(dg_op_call(DG_STR("aten::sum"), of_product.data(), 1, &sums));
-  dg_value sum = {};
-  ExpectOk(dg_values_get(sums, 0, &sum));
-  const std::array<const dg_tensor*, 1> roots = {sum.as.tensor};
+  dg_tensor* const sum = SumOfProducts(parameter_, parameter_);
+  const std::array<const dg_tensor*, 1> roots = {sum};
   dg_backward_options options = DG_BACKWARD_OPTIONS_INIT;
   options.flags = DG_BACKWARD_RETAIN_GRAPH;
   int backwards = 0;
@@ -257,8 +256,7 @@ TEST_F(NoMemoryTest, Futures) {
       "dg_context_gradient",
       [&](dg_tensor** out) { return dg_context_gradient(context, parameter_, out); },
       [](dg_tensor* gradient) { dg_tensor_destroy(gradient); });
-  dg_values_destroy(sums);
-  dg_tensor_destroy(product);
+  dg_tensor_destroy(sum);
   dg_context_destroy(context);
 }
 
@@ -269,13 +267,8 @@ TEST_F(NoMemoryTest, AnErrorVisitsNothing) {
   dg_tensor* other = nullptr;
   ExpectOk(dg_tensor_from_data(values.data(), DG_FLOAT32, shape.data(), 1, &other));
   ExpectOk(dg_tensor_require_grad(other));
-  dg_tensor* const product = Op(DG_STR("aten::mul.Tensor"), parameter_, other);
-  dg_values* sums = nullptr;
-  const std::array<dg_value, 1> of_product = {dg_value_tensor(product)};
-  ExpectOk(dg_op_call(DG_STR("aten::sum"), of_product.data(), 1, &sums));
-  dg_value sum = {};
-  ExpectOk(dg_values_get(sums, 0, &sum));
-  const std::array<const dg_tensor*, 1> roots = {sum.as.tensor};
+  dg_tensor* const sum = SumOfProducts(parameter_, other);
+  const std::array<const dg_tensor*, 1> roots = {sum};
   dg_context* context = nullptr;
   ExpectOk(dg_context_create(worker_, &context));
   ExpectOk(dg_context_backward(context, roots.data(), 1, nullptr));
@@ -314,8 +307,7 @@ TEST_F(NoMemoryTest, AnErrorVisitsNothing) {
   }
   dg_optimizer_destroy(optimizer);
   dg_context_destroy(context);
-  dg_values_destroy(sums);
-  dg_tensor_destroy(product);
+  dg_tensor_destroy(sum);
   dg_tensor_destroy(other);
 }
 
