@@ -70,11 +70,13 @@ std::shared_ptr<const CertificateVersion> Certificates::Current() {
   }
   absl::StatusOr<std::shared_ptr<const CertificateVersion>> read = CertificateVersion::Read(files_);
   absl::MutexLock lock(&mu_);
-  stamp_ = stamp;
   if (read.ok()) {
     version_ = *std::move(read);
-  } else {
-    // Half of the files may have been written: the next connection looks again if they change.
+    stamp_ = stamp;
+    warned_of_.clear();
+  } else if (std::exchange(warned_of_, stamp) != stamp) {
+    // The next connection looks again, also where they do not change: half of the files may have
+    // been written, or this process may have lacked a permission or a descriptor.
     DG_LOG(WARNING) << "goes on with the certificates that it has: " << read.status().message();
   }
   return version_;

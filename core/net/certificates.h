@@ -45,7 +45,8 @@ class Certificates {
   const CertificateFiles files_;
   absl::Mutex mu_;
   std::shared_ptr<const CertificateVersion> version_ ABSL_GUARDED_BY(mu_);
-  std::string stamp_ ABSL_GUARDED_BY(mu_);  // of the files when they were looked at last
+  std::string stamp_ ABSL_GUARDED_BY(mu_);      // of the files that version_ is of
+  std::string warned_of_ ABSL_GUARDED_BY(mu_);  // the stamp of those that could not be used
 };
 
 // The certificates of this process, from the files and with the name that `options` have, or else

@@ -29,6 +29,7 @@
 #include "core/net/openssl_objects.h"
 #include "core/net/tls.h"
 #include "tests/testing/certificates.h"
+#include "tests/testing/no_descriptors.h"
 
 namespace distgrad {
 namespace {
@@ -466,6 +467,31 @@ TEST(CertificatesTest, FilesThatAreReplacedAreReadAnew) {
   EXPECT_EQ(warnings, 1) << "one for each time that they change";
   authority.Issue("one", {.names = "DNS:another"});
   ExpectRefused(*other, *certificates, "DNS:", true);
+}
+
+// They are as they are to be, and it is this process that lacks something: nothing changes in them
+// once it no longer does.
+TEST(CertificatesTest, FilesThatCouldNotBeReadOnceAreReadLater) {
+  TestAuthority authority(Folder("later"));
+  const auto certificates = Load(authority.Issue("one", {.names = "DNS:job"}));
+  const auto former = certificates->Current();
+  authority.Issue("one", {.names = "DNS:job"});
+  int warnings = 0;
+  std::string warning;
+  SetLogSink([&](LogSeverity, absl::string_view text) {
+    ++warnings;
+    warning = text;
+  });
+  {
+    const NoDescriptors none;
+    for (int i = 0; i < 2; ++i) EXPECT_EQ(certificates->Current(), former);
+  }
+  SetLogSink(nullptr);
+  EXPECT_EQ(warnings, 1) << "one for each time that they change";
+  EXPECT_TRUE(absl::StrContains(warning, "goes on with the certificates")) << warning;
+  const auto renewed = certificates->Current();
+  EXPECT_NE(renewed, former);
+  EXPECT_EQ(certificates->Current(), renewed);
 }
 
 TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
