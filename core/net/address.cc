@@ -147,6 +147,19 @@ bool IsLoopback(absl::string_view host) {
   return absl::StartsWith(host, "[::1]") || absl::StartsWith(host, "127.");
 }
 
+bool HasReachedItself(int socket) {
+  sockaddr_storage own = {}, peer = {};
+  socklen_t own_size = sizeof(own), peer_size = sizeof(peer);
+  if (getsockname(socket, reinterpret_cast<sockaddr*>(&own), &own_size) != 0 ||
+      getpeername(socket, reinterpret_cast<sockaddr*>(&peer), &peer_size) != 0 ||
+      own_size != peer_size || std::memcmp(&own, &peer, own_size) != 0) {
+    return false;
+  }
+  const linger at_once = {1, 0};
+  setsockopt(socket, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
+  return true;
+}
+
 absl::Status CheckSocketAddress(absl::string_view address) {
   const auto bad = [address](absl::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("\"", address, "\" ", what));

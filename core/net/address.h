@@ -27,6 +27,11 @@ absl::StatusOr<std::string> AddressToward(const std::string& host);
 // machine only.
 bool IsLoopback(absl::string_view host);
 
+// Whether a connected socket has reached itself: where nobody listens, TCP connects a socket whose
+// own port is the one that it looks for, and the kernel may choose that one. Then it is to be
+// closed as one that was refused; this sees to it that it does not keep the port after that.
+bool HasReachedItself(int socket);
+
 // OK if `address` is "<IPv4>:<port>" or "[<IPv6>]:<port>", all numeric; else
 // kInvalidArgument.
 absl::Status CheckSocketAddress(absl::string_view address);

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "core/base/descriptors.h"
 #include "core/base/status.h"
+#include "core/net/address.h"
 
 namespace distgrad {
 namespace {
@@ -90,7 +91,8 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
         continue;
       }
       const auto* to = reinterpret_cast<const sockaddr*>(&address.storage);
-      const int error = connect(socket.fd_, to, address.size) == 0 ? 0 : errno;
+      int error = connect(socket.fd_, to, address.size) == 0 ? 0 : errno;
+      if (error == 0 && HasReachedItself(socket.fd_)) error = ECONNREFUSED;
       if (error == 0) {
         socket.SetNoDelay();
         return socket;
@@ -117,6 +119,7 @@ absl::StatusOr<Socket> Socket::ConnectToAny(const std::vector<Address>& addresse
       int error = 0;
       socklen_t size = sizeof(error);
       getsockopt(in_flight[i].fd_, SOL_SOCKET, SO_ERROR, &error, &size);
+      if (error == 0 && HasReachedItself(in_flight[i].fd_)) error = ECONNREFUSED;
       if (error == 0) {
         in_flight[i].SetNoDelay();
         return std::move(in_flight[i]);

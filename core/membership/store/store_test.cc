@@ -2,6 +2,7 @@
 #include "core/membership/store.h"
 
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <malloc.h>
 #include <netinet/in.h>
@@ -39,6 +40,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/base/descriptors.h"
 #include "core/membership/store/file_store.h"
@@ -55,12 +57,33 @@
 #include "tests/testing/certificates.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/fail_allocation.h"
+#include "tests/testing/free_port.h"
 #include "tests/testing/no_descriptors.h"
 #include "tests/testing/no_tls.h"
 #include "tests/testing/tcp_proxy.h"
 #include "tests/testing/tls_relay.h"
 #include "tests/testing/wall_clock.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
+
+namespace {
+
+// Is told when the next call of connect() is over, which reaches its own socket.
+std::atomic<absl::Notification*> connects_to_itself{nullptr};
+
+}  // namespace
+
+// Stands before that of libc, and has the kernel choose the port that is connected to, as it does
+// now and then where nobody listens.
+extern "C" int connect(int fd, const sockaddr* address, socklen_t size) {
+  static auto* const real = reinterpret_cast<decltype(connect)*>(dlsym(RTLD_NEXT, "connect"));
+  absl::Notification* const connected = connects_to_itself.exchange(nullptr);
+  if (connected == nullptr) return real(fd, address, size);
+  EXPECT_EQ(bind(fd, address, size), 0);
+  const int result = real(fd, address, size), error = errno;
+  connected->Notify();
+  errno = error;
+  return result;
+}
 
 namespace distgrad {
 namespace {
@@ -1527,6 +1550,34 @@ TEST(StoreSocketTest, ADeadAddressBeforeALivingOne) {
       absl::IsFailedPrecondition(Socket::ConnectToAny({refused, refused}, Later()).status()));
   EXPECT_TRUE(
       absl::IsDeadlineExceeded(Socket::ConnectToAny({silent, refused, silent}, Soon()).status()));
+}
+
+// Nobody listens there; but TCP connects a socket whose own port is the one that it looks for.
+TEST(StoreSocketTest, ASocketThatHasReachedItselfHasReachedNobody) {
+  const uint16_t port = FreePort();
+  absl::Notification first, second;
+  connects_to_itself = &first;
+  const absl::Status status = Socket::Connect("127.0.0.1", port, Later()).status();
+  EXPECT_TRUE(first.HasBeenNotified());
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+  // Nor does it keep the port from the one who is to listen there.
+  EXPECT_TRUE(Socket::Listen("127.0.0.1", port).ok());
+
+  // A worker that is there before the one that serves.
+  connects_to_itself = &second;
+  std::thread early([port] { Join(port, "a key"); });
+  second.WaitForNotification();
+  TcpStoreOptions options;
+  options.is_server = true;
+  options.port = port;
+  options.cluster_key = "a key";
+  options.deadline = Later();
+  absl::StatusOr<std::unique_ptr<TcpStore>> server;
+  do {  // until the other one has closed it
+    server = NewTcpStore(options);
+  } while (absl::IsAlreadyExists(server.status()));
+  EXPECT_TRUE(server.ok()) << server.status();
+  early.join();
 }
 
 // What a stranger hears who says `words`, until the server closes.

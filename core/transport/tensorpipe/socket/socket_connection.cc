@@ -270,6 +270,7 @@ void SocketConnection::FinishConnecting() {
   if (getsockopt(fd_.get(), SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
   if (error != 0) return FailErrno("cannot connect", error);
   if (!writable_) return;
+  if (HasReachedItself(fd_.get())) return FailErrno("cannot connect", ECONNREFUSED);
   if (is_unix_) {
     if (absl::Status user = CheckPeerUser(fd_); !user.ok()) return Fail(user.message());
   }

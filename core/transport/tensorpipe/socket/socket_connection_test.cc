@@ -18,6 +18,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -34,11 +35,14 @@
 #include "nop/structure.h"
 #include "tensorpipe/common/nop.h"
 #include "tests/testing/fail_allocation.h"
+#include "tests/testing/free_port.h"
 
 namespace {
 
 // Of this thread; 0: none. The second one is of sockets for datagrams.
 thread_local int connect_error = 0, datagram_error = 0, watch_error = 0;
+// Whether the kernel chooses the port that is connected to, of those that are free.
+thread_local bool connects_to_itself = false;
 
 template <typename F>
 F* Real(const char* name) {
@@ -54,6 +58,9 @@ extern "C" int connect(int fd, const sockaddr* address, socklen_t size) {
   socklen_t type_size = sizeof(type);
   getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &type_size);
   const int error = type == SOCK_DGRAM ? datagram_error : connect_error;
+  if (connects_to_itself) {
+    EXPECT_EQ(bind(fd, address, size), 0);
+  }
   if (error == 0) return real(fd, address, size);
   errno = error;
   return -1;
@@ -177,10 +184,10 @@ using Cause = TextError::Cause;
 
 // Has a connection begin whose allocation number `nth` fails (none if negative), and returns why it
 // ends; nullopt where it does not begin.
-std::optional<Cause> WhyItEnds(int nth, bool* failed) {
+std::optional<Cause> WhyItEnds(int nth, bool* failed, int port = 1) {
   const std::shared_ptr<Loop> loop = *Loop::Start("test-sockets");
   Endpoint endpoint;
-  endpoint.tcp = "127.0.0.1:1";
+  endpoint.tcp = absl::StrCat("127.0.0.1:", port);
   std::shared_ptr<SocketConnection> connection;
   FailAllocation(nth);
   try {
@@ -228,6 +235,14 @@ TEST(SocketConnectionTest, WhatConnectingFailsWithSaysWhetherSomebodyMayBeThere)
     EXPECT_EQ(WhyItEnds(/*nth=*/-1, &failed), cause);
     connect_error = 0;
   }
+}
+
+// TCP connects a socket whose own port is the one that it looks for.
+TEST(SocketConnectionTest, OneThatHasReachedItselfHasReachedNobody) {
+  bool failed;
+  connects_to_itself = true;
+  EXPECT_EQ(WhyItEnds(/*nth=*/-1, &failed, FreePort()), Cause::kNobodyListens);
+  connects_to_itself = false;
 }
 
 // connect() fails alike where all ports are in use, and for all of IPv6 where that is switched off.
