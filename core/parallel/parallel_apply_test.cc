@@ -151,15 +151,30 @@ TEST(ParallelApply, OtherExceptionsAreNested) {
 }
 
 TEST(ParallelApply, WithoutMoreThreadsTheyRunOneAfterTheOther) {
-  const auto caller = std::this_thread::get_id();
-  const Function add = [&](const Tensor& t) {
-    EXPECT_EQ(std::this_thread::get_id(), caller);
-    return t + 1;
+  struct Run {
+    absl::Notification goes, over;
+    std::vector<Tensor> results;
   };
+  const auto run = std::make_shared<Run>();
+  std::thread caller([run] {
+    const Function add = [id = std::this_thread::get_id()](const Tensor& t) {
+      EXPECT_EQ(std::this_thread::get_id(), id);
+      return t + 1;
+    };
+    run->goes.WaitForNotification();
+    run->results =
+        ParallelApply(std::vector<Function>(3, add), std::vector<Tensor>(3, at::ones({1})));
+    run->over.Notify();
+  });
   const NoThreads no_threads;
-  const std::vector<Tensor> results =
-      ParallelApply(std::vector<Function>(3, add), std::vector<Tensor>(3, at::ones({1})));
-  for (const Tensor& result : results) EXPECT_EQ(result.item<float>(), 2);
+  run->goes.Notify();
+  if (!run->over.WaitForNotificationWithTimeout(absl::Minutes(1))) {
+    caller.detach();
+    FAIL() << "it waits for what nobody runs";
+  }
+  caller.join();
+  EXPECT_EQ(run->results.size(), 3u);
+  for (const Tensor& result : run->results) EXPECT_EQ(result.item<float>(), 2);
 }
 
 TEST(ParallelApply, NumbersMustAgree) {
