@@ -150,7 +150,7 @@ TEST(Message, SlicesSendOnlyThemselves) {
   for (const at::Tensor& tensor :
        {base.slice(0, 10, 20), base.slice(1, 3, 9), base.slice(0, 0, 1000, 7), base.select(1, 5),
         base.slice(1, 63), base.diagonal(), base.as_strided({3, 3}, {1, 1}),
-        base.slice(1, 0, 2).t(), base.slice(0, 5, 6).t()}) {
+        base.slice(1, 0, 2).t(), base.slice(0, 5, 6).t(), base.slice(0, 5, 6).slice(1, 0, 8).t()}) {
     Packet packet;
     ASSERT_TRUE(AppendMessage(Message{"", {tensor}}, &packet).ok());
     size_t sent = packet.bytes.size();
@@ -454,6 +454,28 @@ TEST(HostileMessage, SparseIndices) {
   EXPECT_FALSE(send(indices({0, 1, 0, 5, 0, 2}, 2), {2, 6}, true).ok());
   EXPECT_TRUE(send(indices({0, 1, 0, 5, 0, 2}, 2), {2, 6}, false).ok());
   EXPECT_TRUE(send(indices({3, 3, 3}, 1), {4}, false).ok());
+}
+
+// Indices are looked at one after the other, as they lie.
+TEST(HostileMessage, ThePartsOfASparseTensorAreContiguous) {
+  const at::Tensor indices = at::tensor({0, 1, 1, 5}, at::kLong).reshape({2, 2});
+  Packet packet;
+  ASSERT_TRUE(AppendMessage(Message{"",
+                                    {at::_sparse_coo_tensor_unsafe(indices, at::rand({2}), {2, 6},
+                                                                   at::TensorOptions(),
+                                                                   /*is_coalesced=*/false)}},
+                            &packet)
+                  .ok());
+  Packet whole = packet;
+  ASSERT_TRUE(Read(whole).ok());
+  // Behind the message's head and the tensor's, with its sizes, is the head of the indices.
+  const size_t head = 13 + 8 + 2 * 8;
+  packet.bytes[head + 3] = 1;  // they have strides
+  std::string strides;
+  WireWriter writer(&strides);
+  for (const int64_t stride : {1, 2}) writer.I64(stride);
+  packet.bytes.insert(head + 8 + 2 * 8, strides);
+  EXPECT_EQ(Read(packet).status().code(), absl::StatusCode::kInvalidArgument);
 }
 
 // Messages that together use every part of the codec.

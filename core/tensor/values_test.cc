@@ -124,6 +124,17 @@ TEST(HostileValues, LengthsThatAreNotThere) {
   }
 }
 
+// Each would take some of the stack of the thread that reads it.
+TEST(HostileValues, ThereIsNoListWithinAList) {
+  c10::impl::GenericList list(c10::AnyType::get());
+  list.push_back(int64_t{1});
+  Message message = *EncodeValues({list});
+  ASSERT_TRUE(DecodeValues(message, UINT64_MAX).ok());
+  constexpr size_t kBegin = 5, kSize = 9;  // behind the version and the number; a tag and a length
+  message.payload.insert(kBegin, message.payload.substr(kBegin, kSize));
+  EXPECT_EQ(DecodeValues(message, UINT64_MAX).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST(HostileValues, TruncatedAnywhere) {
   const Message whole = *EncodeValues(Sample());
   for (size_t size = 0; size < whole.payload.size(); ++size) {
