@@ -1355,6 +1355,7 @@ TEST_F(AgentMembersTest, AnIncarnationIsRefusedThatIsOverWhenItIsTakenIn) {
   a().service.OnNextMemberEvents([&] { EXPECT_EQ(a().agent->UpdatePeer(next), absl::OkStatus()); });
   const absl::Status refused = b().Call(0, "echo", "x").Wait().status();
   EXPECT_TRUE(absl::IsFailedPrecondition(refused) || absl::IsUnavailable(refused)) << refused;
+  EXPECT_TRUE(Contains(refused, "of an incarnation of worker 'b' (1) that is over")) << refused;
 }
 
 // Whoever waited may begin anew at once, while the connection is still being ended.

@@ -271,9 +271,27 @@ TEST_F(CallTableTest, WhereThereIsNoMemoryForItsCancelALateCallHasEndedAllTheSam
   const auto link = NewLink(*table_);
   bool failed = true;
   for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    int ended = 0;
+    absl::StatusCode how = absl::StatusCode::kOk;
+    CallTable::Call call = NewCall(absl::Seconds(10));
+    call.done = [&](const absl::StatusOr<Body>& reply, bool) {
+      ++ended;
+      how = reply.status().code();
+    };
+    Packet request = Request();
+    const absl::StatusOr<CallTable::Begun> begun = table_->Begin(call, link, request);
+    ASSERT_TRUE(begun.ok());
+    ASSERT_TRUE(table_->OnLeaving(begun->number, request));
     FailAllocation(nth);
-    table_->EndIfLate(/*number=*/4711, absl::InfinitePast(), *link, /*bytes=*/8);
+    // It is there, and then it is not, as where its timer was faster.
+    for (int i = 0; i < 2; ++i) {
+      table_->EndIfLate(begun->number, absl::InfinitePast(), *link, /*bytes=*/10);
+    }
     failed = FailAllocation(-1);
+    EXPECT_EQ(ended, 1);
+    EXPECT_EQ(how, absl::StatusCode::kDeadlineExceeded);
+    EXPECT_EQ(table_->size(), 0u);
   }
 }
 
