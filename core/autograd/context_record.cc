@@ -71,12 +71,12 @@ absl::Status ContextRecord::AddPeer(WorkerRank peer) {
 
 bool ContextRecord::CheapToRunInline() const {
   constexpr size_t kEdges = 16;
+  // Also while they are looked at: without it a release might leave the last references here, and
+  // the thread may be the sockets'.
+  absl::MutexLock lock(&mu_);
   std::vector<std::shared_ptr<torch::autograd::Node>> sends;
-  {
-    absl::MutexLock lock(&mu_);
-    if (edges_.sends.size() > kEdges || edges_.recvs.size() > kEdges) return false;
-    for (const SendEnd& send : edges_.sends) sends.push_back(send.node);
-  }
+  if (edges_.sends.size() > kEdges || edges_.recvs.size() > kEdges) return false;
+  for (const SendEnd& send : edges_.sends) sends.push_back(send.node);
   return distgrad::CheapToRunInline(sends, RecvNode::Is);
 }
 

@@ -20,6 +20,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -948,6 +949,31 @@ class NodeOfUser : public torch::autograd::Node {
  private:
   const std::function<void()> on_end_;
 };
+
+// It has what it would have run in: the modes of its caller's, which take memory to be moved.
+TEST_F(EngineTest, APassThatIsRefusedEndsWithoutMemory) {
+  const auto context = contexts_.New();
+  const at::Tensor leaf = at::ones({2}).requires_grad_();
+  const auto backward = [&] {
+    return engine_.Backward(context, {(leaf * 2).sum()}, {.deadline = absl::InfiniteFuture()},
+                            /*run_here=*/true);
+  };
+  ASSERT_TRUE(backward().Wait().ok());  // which uses the context's graph up
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    SCOPED_TRACE(nth);
+    std::optional<Future<Unit>> refused;
+    std::vector<at::Tensor> roots = {(leaf * 2).sum()};
+    FailAllocation(nth);
+    try {
+      refused = engine_.Backward(context, std::move(roots), {.deadline = absl::InfiniteFuture()},
+                                 /*run_here=*/true);
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): then there is no pass
+    }
+    failed = FailAllocation(-1);
+    if (refused.has_value()) EXPECT_FALSE(refused->Wait().ok());
+  }
+}
 
 // Where what a pass alone has of its user's ends: its graph, and the root's gradient, whose memory
 // may be lent.

@@ -520,6 +520,9 @@ absl::StatusOr<PassPlan> PassRun::TraverseGraph(std::optional<EdgeId> by) {
   auto kept = std::make_shared<Kept>();
   kept->run = shared_from_this();
   if (roots_.has_value()) kept->root_gradients = roots_->gradients;
+  has_lent_gradients_ = absl::c_any_of(kept->root_gradients, [](const at::Tensor& gradient) {
+    return gradient.has_storage() && !gradient.storage().resizable();
+  });
   ExecutionOptions options{.retain_graph = retain_graph_,
                            .device_threads = services_->device_threads.get(),
                            .keep_alive = std::move(kept)};
@@ -723,24 +726,31 @@ void PassRun::Tell() {
 void PassRun::EndOnStrand() {
   if (timer_.has_value()) services_->clock.Cancel(*timer_);
   // It may be kept for late messages: without the graph.
-  struct {
+  struct Ended {
     std::shared_ptr<const Graph> graph;
     std::optional<Roots> roots;
     std::optional<at::ThreadLocalState> thread_state;
     std::shared_ptr<Execution> execution;  // a feed may still be using it
     std::vector<Captured> captured;
     absl::flat_hash_map<EdgeId, Gathering> gathering;
-  } ended;
-  const absl::Cleanup end = [&] { EndWhereItMay(std::move(ended)); };
-  ended.graph.swap(graph_);
-  ended.roots.swap(roots_);
-  ended.thread_state.swap(thread_state_);
+  };
+  auto ended = std::make_unique<Ended>();  // of which some would take memory to be moved
+  const absl::Cleanup end = [&] {
+    // The program's deleter of memory that it has lent may wait for who waits for this pass.
+    if (has_lent_gradients_)
+      EndOnPool(services_->pool, std::move(ended));
+    else
+      EndWhereItMay(std::move(ended));
+  };
+  ended->graph.swap(graph_);
+  ended->roots.swap(roots_);
+  ended->thread_state.swap(thread_state_);
   send_roots_.clear();
   {
     absl::MutexLock lock(&mu_);
-    ended.execution.swap(execution_);
-    ended.captured.swap(captured_);
-    ended.gathering.swap(gathering_);
+    ended->execution.swap(execution_);
+    ended->captured.swap(captured_);
+    ended->gathering.swap(gathering_);
   }
   services_->trace.End(std::move(span_), services_->clock.Now(), *over_);
   context_->EndPass(id_, *over_);

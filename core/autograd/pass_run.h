@@ -195,6 +195,7 @@ class PassRun : public PassHandle,
   std::map<WorkerRank, absl::InlinedVector<Packet, 1>> outbox_;
   std::optional<absl::Status> over_;  // how the pass ended; constant once ended_
   bool ended_ = false;                // and that all were told
+  bool has_lent_gradients_ = false;   // memory of the program's, which it frees
   bool told_ = false;                 // the caller that waits for it, on the initiator
   // The thread of the task that runs is in the middle of something else: see Strand::Run().
   bool on_users_thread_ = false;

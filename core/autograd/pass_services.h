@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -64,6 +65,7 @@ struct PassServices {
 // ThreadPool::ScheduleInline().
 template <typename T>
 void EndOnPool(ThreadPool& pool, T ended, const Canceller* work = nullptr) {
+  static_assert(std::is_nothrow_move_constructible_v<T>, "half of it would end here");
   const auto held =
       AwaitMemory([&] { return std::make_shared<std::optional<T>>(std::move(ended)); });
   AwaitMemory([&] {

@@ -1,6 +1,7 @@
 // Queues what is sent on a strand, in order, and closes a connection with its reason.
 #include "core/rpc/link.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <new>
@@ -249,7 +250,8 @@ void Link::OnPacket(Packet packet) {
     if (target != nullptr && inbox_ != Inbox::kPassing) {
       const uint64_t size = packet.size();
       // The answers to our own pings are none that it has chosen to send.
-      is_full = !held_.empty() && (held_.size() >= shared_->limits.calls_per_peer + asked() ||
+      const size_t chosen = held_.size() - std::min<size_t>(held_.size(), asked());
+      is_full = !held_.empty() && (chosen >= shared_->limits.calls_per_peer ||
                                    held_bytes_ + size > shared_->limits.bytes_per_peer);
       if (!is_full) {
         try {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <new>
 #include <string>
@@ -187,6 +188,15 @@ TEST_F(LinkTest, WhatIsHeldMayHaveTheAnswersToPingsBesides) {
   EXPECT_FALSE(connection->closed);
   link->OnPacket(Text("one more"));
   EXPECT_TRUE(connection->closed);
+}
+
+TEST_F(LinkTest, WhatIsHeldMayBeWithoutALimit) {
+  shared_.limits.calls_per_peer = std::numeric_limits<size_t>::max();
+  const auto link = NewLink(Link::Kind::kAccepted);
+  const auto connection = Connect(link);
+  link->SetAsked();
+  for (int i = 0; i < 5; ++i) link->OnPacket(Text("a"));
+  EXPECT_FALSE(connection->closed);
 }
 
 TEST_F(LinkTest, SoAreItsBytes) {
