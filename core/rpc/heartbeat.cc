@@ -74,7 +74,9 @@ Heartbeat::Verdict Heartbeat::Tick(absl::Time now, const std::vector<Reading>& r
     absl::Time last = sign.last;
     if (reading.peer && peers.contains(*reading.peer)) last = peers[*reading.peer];
     const absl::Duration silent = now - last;
-    if (silent >= limit_ - interval()) {
+    // On one of ours something waits while its peer is not known.
+    const bool is_opening = !reading.peer && reading.heard == 0 && reading.answers;
+    if (silent >= (is_opening ? bulk_opening_ : limit_ - interval())) {
       verdict.lost.push_back(i);
       continue;
     }

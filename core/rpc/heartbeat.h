@@ -14,7 +14,8 @@
 // opened, or the other end takes nothing. So one that gets rid of no packet is stale, too. Large
 // packets may take longer than the limit; there the system has to notice it, which counts bytes.
 // And with a link for large packets the one ends that it belongs to: so until it is open it has as
-// long as transports have for that, where that is longer.
+// long as transports have for that, where that is longer; and so has one that was accepted, and may
+// be for large packets, until its hello.
 //
 // What comes on a link for large packets does not say whether what is sent there arrives: the
 // answers to its pings come on the link that it belongs to. So each end counts these by themselves.
@@ -63,7 +64,7 @@ class Heartbeat {
   };
 
   // A peer that is silent is lost within `limit`, and not before 3/5 of it. `opening`: how long a
-  // link for large packets may take to open.
+  // link for large packets may take to open, at either end.
   explicit Heartbeat(absl::Duration limit, absl::Duration opening = absl::ZeroDuration())
       : limit_(limit), bulk_opening_(std::max(opening, limit - limit / 5)) {}
 

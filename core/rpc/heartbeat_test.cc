@@ -262,6 +262,20 @@ TEST_F(HeartbeatTest, ABulkLinkHasAsLongToOpenAsTransportsHave) {
   EXPECT_EQ(tick(11).stale, std::vector<size_t>{1});
 }
 
+// It may be one for large packets, whose other end waits for it as long.
+TEST_F(HeartbeatTest, OneThatWasAcceptedHasAsLongForItsHelloAsTransportsHave) {
+  Heartbeat heartbeat(heartbeat_.limit(), /*opening=*/2 * heartbeat_.limit());
+  const auto tick = [&] {
+    now_ += heartbeat.interval();
+    // The second one is ours: where its peer is nobody has said yet.
+    return heartbeat.Tick(now_, {{.link = 1, .answers = true}, {.link = 2}}).lost;
+  };
+  for (int i = 1; i <= 10; ++i) {
+    EXPECT_EQ(tick(), i < 5 ? std::vector<size_t>{} : std::vector<size_t>{1}) << i;
+  }
+  EXPECT_EQ(tick(), (std::vector<size_t>{0, 1}));
+}
+
 TEST_F(HeartbeatTest, WhoHasSleptGivesLinksTimeAgain) {
   const auto tick = [&](uint64_t heard) {
     return Tick({{.link = 1, .peer = 5}, {.link = 2, .peer = 5, .heard = heard, .answers = true}});
