@@ -3,9 +3,12 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -13,6 +16,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "core/tensor/message_codec.h"
+#include "core/tensor/message_format.h"
 #include "gtest/gtest.h"
 
 namespace distgrad {
@@ -172,6 +176,23 @@ TEST(Message, ExpandedTensorsSendEachElementOnce) {
     at::Tensor received = RoundTrip(tensor);
     EXPECT_EQ(received.strides(), tensor.strides());
     ExpectSame(tensor, received);
+  }
+}
+
+// It is one for an accelerator, and arrives in any grad mode.
+TEST(Message, AViewOfAnExpandedTensorThatWasCopiedMayBeWrittenTo) {
+  for (const bool grad_mode : {false, true}) {
+    SCOPED_TRACE(grad_mode);
+    at::Tensor copy;
+    {
+      const at::AutoGradMode mode(grad_mode);
+      copy = internal::CopyTo(at::rand({5, 1}).expand({5, 100}), at::kMeta);
+    }
+    EXPECT_EQ(copy.strides(), at::IntArrayRef({1, 0}));
+    EXPECT_FALSE(copy.is_view());
+    torch::autograd::create_gradient_edge(
+        copy, std::make_shared<torch::autograd::DelayedError>("unused", /*num_inputs=*/0));
+    EXPECT_NO_THROW(copy.select(1, 0).mul_(2));
   }
 }
 

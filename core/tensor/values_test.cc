@@ -169,6 +169,10 @@ TEST(HostileValues, NoMoreMemoryThanIsAllowed) {
   EXPECT_EQ(DecodeValues(*EncodeValues(Values(1000)), 1000).status().code(),
             absl::StatusCode::kResourceExhausted);
   EXPECT_TRUE(DecodeValues(*EncodeValues(Values(1000)), 16'000).ok());
+  // A complex number has an object of its own.
+  const Message complexes = *EncodeValues(Values(1000, c10::complex<double>(1, 2)));
+  EXPECT_EQ(DecodeValues(complexes, 63'999).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(DecodeValues(complexes, 64'000).ok());
 }
 
 TEST(HostileValues, RandomCorruption) {
