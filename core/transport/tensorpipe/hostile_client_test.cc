@@ -438,6 +438,16 @@ TEST_F(HostileClientTest, WhoWasSilentForLongestMakesRoom) {
   EXPECT_TRUE(of_slow.done());
 }
 
+// However long a handshake may take: those who are silent keep nobody out for as long as that.
+TEST_F(HostileClientTest, WhoHasAllTheTimeMakesRoomToo) {
+  TensorPipeOptions options = WithKey(kKey);
+  options.max_unauthenticated = 2;
+  options.handshake_timeout = absl::InfiniteDuration();
+  Start(options);
+  const RawSocket silent(address_, Family::kTcp), other(address_, Family::kTcp);
+  ExpectServes();
+}
+
 // The descriptors are used up, one of them by a client that says half of what is to be said.
 TEST_F(HostileClientTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescriptors) {
   Start(WithKey(kKey));
@@ -456,24 +466,31 @@ TEST_F(HostileClientTest, UnauthenticatedClientsMakeRoomWhereThereAreNoDescripto
 // until there is one.
 TEST_F(HostileClientTest, WhoGoesOnWithItsHandshakeStaysWhereThereAreNoDescriptors) {
   TensorPipeOptions options = WithKey(kKey);
-  options.handshake_timeout = absl::Hours(100);  // of which each has some, though others wait
+  options.handshake_timeout = absl::Hours(100);  // so each has a second, though others wait
   Start(options);
   const Token token = EndpointOf(address_).token;
-  RawSocket honest(address_, Family::kTcp), client(Family::kTcp);
-  Handshake handshake = Handshake::Create(Handshake::Role::kClient, kKey, token).value();
-  const auto take_step = [&] {
-    honest.Send(handshake.TakeOutput());
-    const absl::Status taken = handshake.Receive(honest.Receive(handshake.wanted()));
-    EXPECT_TRUE(taken.ok()) << taken;
-  };
-  take_step();
-  {
-    const NoMoreDescriptors full;
-    client.Connect(address_);
-    take_step();
-    EXPECT_TRUE(handshake.done());
+  // On a machine under load the steps themselves may take longer than that.
+  for (bool in_time = false; !in_time;) {
+    RawSocket honest(address_, Family::kTcp), client(Family::kTcp);
+    Handshake handshake = Handshake::Create(Handshake::Role::kClient, kKey, token).value();
+    const auto take_step = [&] {
+      honest.Send(handshake.TakeOutput());
+      return handshake.Receive(honest.Receive(handshake.wanted()));
+    };
+    const absl::Time begin = absl::Now();
+    ASSERT_TRUE(take_step().ok());
+    {
+      const NoMoreDescriptors full;
+      client.Connect(address_);
+      const absl::Status taken = take_step();
+      in_time = absl::Now() - begin < absl::Seconds(1);
+      if (in_time) {
+        EXPECT_TRUE(taken.ok()) << taken;
+        EXPECT_TRUE(handshake.done());
+      }
+    }
+    ShakeHands(client, kKey, token);
   }
-  ShakeHands(client, kKey, token);
 }
 
 // It gets as far as TLS, and can make no session of it: it says nothing in the clear, and goes on.

@@ -28,8 +28,9 @@ namespace {
 // How long to wait when the process has no file descriptors left.
 constexpr absl::Duration kExhaustedDelay = absl::Milliseconds(100);
 // The part of its time that a client is given even when others wait: when a large job starts, all
-// of them are honest.
+// of them are honest. And the most that this is: they may also be strangers, who never end.
 constexpr int kGracePart = 100;
+constexpr absl::Duration kMaxGrace = absl::Seconds(1);
 // How long to wait where all that could be evicted have just said something.
 constexpr absl::Duration kUnreadDelay = absl::Milliseconds(10);
 
@@ -159,7 +160,7 @@ bool SocketListener::FreeSlot(const Acceptor& acceptor) {
 bool SocketListener::Evict(const absl::Status& why, absl::Duration* left) {
   for (auto client = clients_.begin(); client != clients_.end(); ++client) {
     const absl::Duration grace =
-        client->step + options_.handshake_timeout / kGracePart - Loop::Now();
+        client->step + std::min(options_.handshake_timeout / kGracePart, kMaxGrace) - Loop::Now();
     if (grace > absl::ZeroDuration()) {
       *left = grace;
       break;

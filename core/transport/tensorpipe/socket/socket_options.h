@@ -42,7 +42,8 @@ struct SocketOptions {
   absl::Duration acknowledge_timeout = absl::InfiniteDuration();
 
   // Connections of a listener that have not finished their handshake. For one more the oldest is
-  // closed, after a tenth of a second: so clients that connect and say nothing keep no other out.
+  // closed, after a hundredth of `handshake_timeout` or a second: so clients that connect and say
+  // nothing keep no other out.
   size_t max_unauthenticated = 256;
 };
 
