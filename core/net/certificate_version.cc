@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "core/base/descriptors.h"
 
 namespace distgrad {
 namespace {
@@ -23,6 +24,12 @@ constexpr size_t kMaxChainBytes = 12 << 10;
 
 absl::Status Unusable(absl::string_view what, const std::string& path, const char* setting,
                       absl::string_view wanted) {
+  const unsigned long error = ERR_peek_error();
+  // That has nothing to do with the file.
+  if (ERR_SYSTEM_ERROR(error) && IsExhaustion(ERR_GET_REASON(error))) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("cannot read the ", what, " in ", path, ": ", TakeOpensslError()));
+  }
   return absl::InvalidArgumentError(absl::StrCat("cannot use the ", what, " in ", path, " (",
                                                  TakeOpensslError(), "): set ", setting, ", to ",
                                                  wanted, ", which this process may read"));

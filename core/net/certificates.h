@@ -29,7 +29,7 @@ class Certificates {
  public:
   // kInvalidArgument, with the file and the option or variable to set, if one is not given or
   // cannot be used; for instance a key that is not the certificate's, or a certificate without a
-  // name.
+  // name. kResourceExhausted where this process can open none.
   static absl::StatusOr<std::shared_ptr<Certificates>> Load(CertificateFiles files);
   ~Certificates();
   Certificates(const Certificates&) = delete;

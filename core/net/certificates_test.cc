@@ -494,6 +494,20 @@ TEST(CertificatesTest, FilesThatCouldNotBeReadOnceAreReadLater) {
   EXPECT_EQ(certificates->Current(), renewed);
 }
 
+// No other file would help.
+TEST(CertificatesTest, WithoutDescriptorsNoFileIsToBlame) {
+  TestAuthority authority(Folder("descriptors"));
+  const CertificateFiles files = authority.Issue("one", {.names = "DNS:job"});
+  absl::Status status;
+  {
+    const NoDescriptors none;
+    status = Certificates::Load(files).status();
+  }
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "Too many open files")) << status;
+  EXPECT_TRUE(absl::StrContains(status.message(), "ulimit -n")) << status;
+}
+
 TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
   TestAuthority authority(Folder("unusable"));
   const CertificateFiles good = authority.Issue("one", {.names = "DNS:job"});
@@ -508,6 +522,7 @@ TEST(CertificatesTest, FilesThatCannotBeUsedAreNamed) {
   files = good;
   files.cert = "/no/such/file";
   refused(files, "DISTGRAD_TLS_CERT");
+  refused(files, "No such file");
   files = good;
   files.ca = good.key;
   refused(files, "DISTGRAD_TLS_CA");

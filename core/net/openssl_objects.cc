@@ -1,5 +1,7 @@
-// Makes contexts of TLS as all connections of distgrad want them.
+// Makes contexts of TLS as all connections of distgrad want them, and says what OpenSSL lacks.
 #include "core/net/openssl_objects.h"
+
+#include "core/base/descriptors.h"
 
 namespace distgrad {
 namespace {
@@ -8,6 +10,15 @@ namespace {
 constexpr char kCipherSuites[] = "TLS_AES_128_GCM_SHA256";
 
 }  // namespace
+
+std::string TakeOpensslError() {
+  const unsigned long error = ERR_get_error();
+  ERR_clear_error();
+  // Of those the library has no text.
+  if (ERR_SYSTEM_ERROR(error)) return ErrnoText(ERR_GET_REASON(error));
+  const char* const reason = ERR_reason_error_string(error);
+  return reason != nullptr ? reason : "the library gives no reason";
+}
 
 SslContext NewTls13Context() {
   ERR_clear_error();

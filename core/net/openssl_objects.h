@@ -21,11 +21,7 @@ struct OpensslFree {
 using SslContext = std::unique_ptr<SSL_CTX, OpensslFree<SSL_CTX_free>>;
 
 // Returns the reason of the first error that this thread has met since the last call.
-inline std::string TakeOpensslError() {
-  const char* const reason = ERR_reason_error_string(ERR_get_error());
-  ERR_clear_error();
-  return reason != nullptr ? reason : "the library gives no reason";
-}
+std::string TakeOpensslError();
 
 // Returns a context for TLS 1.3 alone, with one cipher suite, AES-128-GCM; null if this machine's
 // OpenSSL cannot do that.
