@@ -11,8 +11,11 @@
 #include <set>
 #include <utility>
 
+#include "absl/base/const_init.h"
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/synchronization/mutex.h"
 #include "core/base/status.h"
 #include "core/net/certificate_version.h"
 #include "core/net/openssl_objects.h"
@@ -162,10 +165,17 @@ struct TlsSession::Library {
 // Immutable after construction, and thread-safe.
 class TlsSession::Settings {
  public:
-  static const absl::StatusOr<Settings>& OfProcess() {
-    // It stays to the end: sessions may be later than whatever ends a process.
-    static const auto* const settings = new absl::StatusOr<Settings>(Make());
-    return *settings;
+  // An error is that of this call: there may be memory for them at the next one.
+  static absl::StatusOr<const Settings*> OfProcess() {
+    static absl::Mutex mu(absl::kConstInit);
+    // They stay to the end: sessions may be later than whatever ends a process.
+    static const Settings* settings ABSL_GUARDED_BY(mu) = nullptr;
+    absl::MutexLock lock(&mu);
+    if (settings == nullptr) {
+      DG_ASSIGN_OR_RETURN(Settings made, Make());
+      settings = new Settings(std::move(made));
+    }
+    return settings;
   }
 
   SSL_CTX* context() const { return context_.get(); }
@@ -217,8 +227,7 @@ absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(Handshake::Role r
   std::unique_ptr<TlsSession> session(new TlsSession());
   session->secret_ = secret;
   session->key_bytes_ = key_bytes;
-  const absl::StatusOr<Settings>& settings = Settings::OfProcess();
-  if (!settings.ok()) return settings.status();
+  DG_ASSIGN_OR_RETURN(const Settings* const settings, Settings::OfProcess());
   DG_RETURN_IF_ERROR(session->Init(role, settings->context()));
   // No server can show a certificate in the secret's place: this client knows no authority.
   if (role == Handshake::Role::kClient) {
@@ -251,8 +260,7 @@ absl::StatusOr<std::unique_ptr<TlsSession>> TlsSession::Create(
 }
 
 absl::Status TlsSession::Init(Handshake::Role role, SSL_CTX* context) {
-  const absl::StatusOr<Settings>& settings = Settings::OfProcess();
-  if (!settings.ok()) return settings.status();
+  DG_ASSIGN_OR_RETURN(const Settings* const settings, Settings::OfProcess());
   ERR_clear_error();
   library_->ssl.reset(SSL_new(context));
   BIO* bio = library_->ssl != nullptr ? BIO_new(settings->method()) : nullptr;
