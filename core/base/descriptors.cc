@@ -16,9 +16,10 @@ namespace {
 
 constexpr size_t kRaiseTo = 65536;
 
-size_t OpenDescriptors() {
+size_t OpenDescriptors(const rlimit& limit) {
   DIR* const folder = opendir("/proc/self/fd");
-  if (folder == nullptr) return 0;
+  // It takes one itself.
+  if (folder == nullptr) return errno == EMFILE ? limit.rlim_cur : 0;
   size_t count = 0;
   while (const dirent* entry = readdir(folder)) count += entry->d_name[0] != '.';
   closedir(folder);
@@ -44,7 +45,7 @@ absl::StatusCode CodeOf(int error) {
 absl::Status ReserveDescriptors(size_t more, absl::string_view what) {
   rlimit limit = {};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return absl::OkStatus();  // none is known
-  const size_t open = OpenDescriptors(), need = open + more;
+  const size_t open = OpenDescriptors(limit), need = open + more;
   if (limit.rlim_cur >= need) return absl::OkStatus();
   const rlim_t soft = std::min<rlim_t>(limit.rlim_max, std::max(need, kRaiseTo));
   if (soft > limit.rlim_cur) {

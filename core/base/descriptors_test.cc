@@ -47,6 +47,17 @@ TEST_F(DescriptorsTest, ASoftLimitThatDoesNotIsRaised) {
   }
 }
 
+// Then the count itself finds none.
+TEST_F(DescriptorsTest, WhereNoneIsLeftTheLimitIsRaised) {
+  SetLimit(128, 4096);
+  std::vector<int> open;
+  for (int fd; (fd = dup(STDOUT_FILENO)) >= 0;) open.push_back(fd);
+  EXPECT_EQ(errno, EMFILE);
+  EXPECT_TRUE(ReserveDescriptors(10, "this").ok());
+  EXPECT_EQ(SoftLimit(), 4096);
+  for (const int fd : open) close(fd);
+}
+
 TEST_F(DescriptorsTest, WhatIsOpenCounts) {
   SetLimit(128, 128);
   EXPECT_TRUE(ReserveDescriptors(60, "this").ok());
