@@ -479,14 +479,11 @@ TEST(HostileMessage, SparseIndices) {
 
 // Indices are looked at one after the other, as they lie.
 TEST(HostileMessage, ThePartsOfASparseTensorAreContiguous) {
-  const at::Tensor indices = at::tensor({0, 1, 1, 5}, at::kLong).reshape({2, 2});
+  const at::Tensor sparse =
+      at::_sparse_coo_tensor_unsafe(at::tensor({0, 1, 1, 5}, at::kLong).reshape({2, 2}),
+                                    at::rand({2}), {2, 6}, at::TensorOptions(), false);
   Packet packet;
-  ASSERT_TRUE(AppendMessage(Message{"",
-                                    {at::_sparse_coo_tensor_unsafe(indices, at::rand({2}), {2, 6},
-                                                                   at::TensorOptions(),
-                                                                   /*is_coalesced=*/false)}},
-                            &packet)
-                  .ok());
+  ASSERT_TRUE(AppendMessage(Message{"", {sparse}}, &packet).ok());
   Packet whole = packet;
   ASSERT_TRUE(Read(whole).ok());
   // Behind the message's head and the tensor's, with its sizes, is the head of the indices.
