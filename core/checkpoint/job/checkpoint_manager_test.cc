@@ -29,6 +29,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -393,13 +394,16 @@ TEST_F(CheckpointManagerTest, ReplicasSaveEachTensorOnce) {
   }
   const auto manager = Manager(cluster[0]);
   ASSERT_TRUE(manager->Save(1).ok());
-  size_t tensors = 0, states = 0;
+  size_t tensors = 0, states = 0, files = 0;
   for (const auto& entry : fs::directory_iterator(folder_ + "/step-000001")) {
     if (entry.path().extension() != ".safetensors") continue;
     const size_t count = LoadSafetensors(entry.path())->size();
-    (absl::StartsWith(entry.path().filename().string(), "model") ? tensors : states) += count;
+    const bool is_model = absl::StartsWith(entry.path().filename().string(), "model");
+    (is_model ? tensors : states) += count;
+    files += is_model;
   }
   EXPECT_EQ(tensors, 2u);
+  EXPECT_EQ(files, 2u) << "each worker writes its part of what both have";
   EXPECT_EQ(states, 6u);  // step, exp_avg, exp_avg_sq
   const at::Tensor weight = replicas[0].weight.detach().clone();
   for (Layer& replica : replicas) {
@@ -440,6 +444,46 @@ TEST_F(CheckpointManagerTest, WhatDoesNotFitIsListed) {
   EXPECT_EQ(loose->missing.size(), 2u);  // a parameter's state too
   EXPECT_EQ(loose->unexpected, Strings{"'old'"});
   EXPECT_EQ(loose->mismatched.size(), 1u);
+}
+
+// The disk has room again for one that is removed.
+TEST_F(CheckpointManagerTest, ALoadThatDoesNotFitLeavesNoFileOpen) {
+  Cluster cluster({.workers = 2});
+  Layer a(1), b(2);
+  const auto part_a = Part(cluster[0], {.tensors = a.Tensors("a")});
+  auto part_b = Part(cluster[1], {.tensors = b.Tensors("b")});
+  const auto manager = Manager(cluster[0]);
+  ASSERT_TRUE(manager->Save(1).ok());
+  part_b = nullptr;
+  part_b = Part(cluster[1], {.tensors = b.Tensors("c")});
+  const absl::Status loaded = manager->Load().status();
+  EXPECT_EQ(loaded.code(), Code::kInvalidArgument) << loaded;
+  const std::string step = fs::canonical(folder_).string() + "/step-";
+  const auto open_files = [&] {
+    int count = 0;
+    for (const auto& entry : fs::directory_iterator("/proc/self/fd")) {
+      std::error_code gone;
+      count += absl::StartsWith(fs::read_symlink(entry.path(), gone).string(), step);
+    }
+    return count;
+  };
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (open_files() > 0 && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(open_files(), 0);
+}
+
+TEST_F(CheckpointManagerTest, ValuesAreNotLarge) {
+  Cluster cluster({.workers = 1});
+  std::string value(kMaxCheckpointValues, 'x');
+  const auto part = Part(cluster[0], {.save_values = [&]() -> absl::StatusOr<CheckpointValues> {
+                           return CheckpointValues{{"v", value}};
+                         }});
+  const auto manager = Manager(cluster[0]);
+  const absl::Status saved = manager->Save(1);
+  EXPECT_EQ(saved.code(), Code::kInvalidArgument) << saved;
+  EXPECT_TRUE(absl::StrContains(saved.message(), "its values have 1048577 bytes")) << saved;
+  value.pop_back();
+  EXPECT_EQ(manager->Save(1), absl::OkStatus());
 }
 
 TEST_F(CheckpointManagerTest, ACopyIsNotTheCheckpointOfItsName) {
@@ -1353,10 +1397,15 @@ TEST_F(CheckpointManagerTest, ReplicasThatDifferAreNotSaved) {
   const auto part_a = Part(cluster[0], {.tensors = a.Tensors("0")});
   const auto part_b = Part(cluster[1], {.tensors = b.Tensors("0")});
   const auto manager = Manager(cluster[0]);
+  const size_t owners = a.weight.use_count();
   const absl::Status saved = manager->Save(1);
   EXPECT_EQ(saved.code(), Code::kFailedPrecondition) << saved;
   EXPECT_TRUE(absl::StrContains(saved.message(), "'0.weight' of workers 'worker0' and 'worker1'"))
       << saved;
+  // What a part had for it is let go: of a snapshot it would be a copy.
+  const absl::Time patience = absl::Now() + absl::Seconds(30);
+  while (a.weight.use_count() > owners && absl::Now() < patience) std::this_thread::yield();
+  EXPECT_EQ(a.weight.use_count(), owners);
   EXPECT_EQ(manager->SaveAsync(1).status().code(), Code::kFailedPrecondition);
   EXPECT_TRUE(Names().empty());
 }
