@@ -89,8 +89,11 @@ TEST_P(WorkerTest, ErrorsNameWorkerAndFunction) {
   status = worker(0).Call("nobody", "throws", {}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
   EXPECT_NE(status.message().find("worker0, worker1"), std::string::npos) << status;
-  status = worker(0).Call("worker1", "", {}).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  // One that is too long, too, before it is sent: the other end would close the connection.
+  for (const size_t size : {0, 1025}) {
+    status = worker(0).Call("worker1", std::string(size, 'f'), {}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+  }
 }
 
 TEST_P(WorkerTest, ErrorsSayWhereTheyArose) {

@@ -325,6 +325,30 @@ TEST(OptimizerStepTest, ErrorsOfALocalOne) {
   EXPECT_EQ(local->SetLearningRate(1).message(), "the optimizer 'net::head' was removed");
 }
 
+// A peer may call its functions with what no optimizer sends.
+TEST(OptimizerStepTest, CallsOfNoOptimizerAreRefused) {
+  Team team(2);
+  const auto optimizer = *Optimizer::Create(&team[1], MakeSgd({Leaf({1}, 1)}), "sgd");
+  const Context context = team[0].NewContext();
+  const auto call = [&](absl::string_view function, Tensors tensors, const Context* in) {
+    return team[0]
+        .Call(1, absl::StrCat("distgrad.optimizer.", function, "/sgd"), {"", std::move(tensors)},
+              {.context = in})
+        .status()
+        .code();
+  };
+  const at::Tensor one = at::ones({});
+  ASSERT_EQ(call("scale", {one}, &context), absl::StatusCode::kOk);
+  ASSERT_EQ(call("rate", {one}, nullptr), absl::StatusCode::kOk);
+  for (const Tensors& tensors : {Tensors{one, one}, Tensors{}}) {
+    ASSERT_EQ(call("scale", tensors, &context), absl::StatusCode::kInvalidArgument);
+    ASSERT_EQ(call("rate", tensors, nullptr), absl::StatusCode::kInvalidArgument);
+  }
+  for (const absl::string_view function : {"step", "norms", "scale"}) {
+    EXPECT_EQ(call(function, {one}, nullptr), absl::StatusCode::kInvalidArgument) << function;
+  }
+}
+
 TEST(OptimizerCreateTest, NamesThatCannotBe) {
   Team team(1);
   const auto create = [&](absl::string_view name) {
