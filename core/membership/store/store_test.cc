@@ -2003,6 +2003,8 @@ TEST(StoreServerTest, WhoHasSaidSomethingThatIsNotReadYetIsNotSilent) {
       {.certificates = certificates, .max_unauthenticated = 4, .grace = absl::ZeroDuration()});
   ASSERT_TRUE(server.ok()) << server.status();
   // A server that is to begin TLS reads its certificate anew, and waits for a writer of this one.
+  const std::string good = files.cert + ".good";
+  std::filesystem::copy_file(files.cert, good);
   const auto make_slow = [&] {
     std::filesystem::remove(files.cert);
     ASSERT_EQ(mkfifo(files.cert.c_str(), 0600), 0);
@@ -2032,6 +2034,7 @@ TEST(StoreServerTest, WhoHasSaidSomethingThatIsNotReadYetIsNotSilent) {
   close(busy);
   const int busy_again = await_busy();
   prove(0);
+  std::filesystem::rename(good, files.cert);
   close(busy_again);
   TakeStep(clients[4], handshakes[4]);
   ExpectNoPlace(clients[1], handshakes[1]);
