@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -11,12 +12,12 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
 #include "core/membership/store/in_process_store.h"
 #include "gtest/gtest.h"
 #include "tests/testing/forwarding_store.h"
 #include "tests/testing/key_watch.h"
+#include "tests/testing/waiting_thread.h"
 
 namespace distgrad {
 namespace {
@@ -163,19 +164,13 @@ TEST(ListedStoreOfThisStartTest, OfTwoThreadsNoneSetsAKeyBeforeItIsListed) {
   const auto failing = std::make_shared<FailingLists>(store);
   const auto part = ListedStoreOfThisStart(failing, 0, 1, Later());
   ASSERT_TRUE(part.ok()) << part.status();
-  std::thread other;
+  std::optional<WaitingThread> other;
   failing->at_list = [&] {
-    absl::Notification is_set;
-    other = std::thread([&] {
-      EXPECT_TRUE((*part)->Set("key", "", Later()).ok());
-      is_set.Notify();
-    });
-    // One that does not wait for this has set it by then.
-    EXPECT_FALSE(is_set.WaitForNotificationWithTimeout(absl::Milliseconds(100)));
+    other.emplace([&] { EXPECT_TRUE((*part)->Set("key", "", Later()).ok()); });
+    EXPECT_TRUE(other->Waits());
     EXPECT_EQ(store->keys().count("1/key"), 0u);
   };
   EXPECT_EQ((*part)->Set("key", "", Later()), absl::OkStatus());
-  other.join();
 }
 
 // A list says what is deleted: of a former start alone, whatever stands there.

@@ -14,12 +14,14 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "core/autograd/context_record.h"
 #include "core/base/thread_pool.h"
+#include "tests/testing/waiting_thread.h"
 
 namespace distgrad {
 namespace {
@@ -170,8 +172,8 @@ TEST_F(LocalOptimizerTest, AContextThatIsReleasedIsAnErrorAndChangesNothing) {
 
 // Of another context, on another thread. Both want the parameter's .grad for a while.
 TEST_F(LocalOptimizerTest, APostAccumulateHookMayRunWhileTheParameterIsStepped) {
-  std::promise<void> in_step, in_hook, stepped;
-  // Steps only when the hook runs, or after it has had time enough to.
+  std::promise<void> stepped;
+  // Steps only when the hook runs, or its pass waits for what is stepped.
   struct SlowSgd : torch::optim::SGD {
     SlowSgd(std::vector<at::Tensor> parameters, std::function<void()> before)
         : SGD(std::move(parameters), torch::optim::SGDOptions(1)), before(std::move(before)) {}
@@ -181,23 +183,18 @@ TEST_F(LocalOptimizerTest, APostAccumulateHookMayRunWhileTheParameterIsStepped) 
     }
     const std::function<void()> before;
   };
+  ContextRecord other(2);
+  std::optional<WaitingThread> pass;
   LocalOptimizer optimizer(std::make_unique<SlowSgd>(std::vector<at::Tensor>{used_}, [&] {
-    in_step.set_value();
-    in_hook.get_future().wait_for(std::chrono::seconds(1));
+    pass.emplace([&] { AddGradient(other, used_, 5); });
+    EXPECT_TRUE(pass->Waits());
   }));
   AddGradient(context_, used_, 3);
-  torch::autograd::impl::set_post_acc_grad_hooks(used_, std::make_unique<Hook>([&] {
-                                                   in_hook.set_value();
-                                                   stepped.get_future().wait();
-                                                 }));
-  ContextRecord other(2);
-  std::thread pass([&] {
-    in_step.get_future().wait();
-    AddGradient(other, used_, 5);
-  });
+  torch::autograd::impl::set_post_acc_grad_hooks(
+      used_, std::make_unique<Hook>([&] { stepped.get_future().wait(); }));
   EXPECT_TRUE(optimizer.Step(context_).ok());
   stepped.set_value();
-  pass.join();
+  pass.reset();
   EXPECT_TRUE(used_.equal(at::full({2}, -2.0f))) << used_;
   const auto gradient = other.Gradient(used_);
   ASSERT_TRUE(gradient.ok()) << gradient.status();

@@ -10,10 +10,8 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/sgd.h>
 
-#include <chrono>
 #include <cmath>
 #include <functional>
-#include <future>
 #include <limits>
 #include <memory>
 #include <string>
@@ -21,6 +19,7 @@
 #include <vector>
 
 #include "tests/integration/team.h"
+#include "tests/testing/waiting_thread.h"
 
 namespace distgrad {
 namespace {
@@ -508,12 +507,13 @@ TEST(OptimizerStepTest, WaitsForRoomOnTheWayToAWorker) {
       team[0].CallAsync("worker1", "keep", {std::string(100'000, 'x'), {}});
   ASSERT_FALSE(large.Done()) << large.Wait().status();
 
-  std::future<absl::Status> step =
-      std::async(std::launch::async, [&] { return here->Step(context); });
-  // One that does not wait has been refused by then.
-  step.wait_for(std::chrono::milliseconds(200));
-  team.cluster().network().ReleaseHeld();
-  EXPECT_EQ(step.get(), absl::OkStatus());
+  absl::Status stepped = absl::UnknownError("it has not come to it");
+  {
+    WaitingThread step([&] { stepped = here->Step(context); });
+    EXPECT_TRUE(step.Waits());
+    team.cluster().network().ReleaseHeld();
+  }
+  EXPECT_EQ(stepped, absl::OkStatus());
   EXPECT_TRUE(w.equal(at::zeros({2}))) << w;
   EXPECT_TRUE(v.equal(at::zeros({2}))) << v;
   EXPECT_TRUE(large.Wait().ok()) << large.Wait().status();
