@@ -70,6 +70,10 @@ Fault CorruptingCable(ChaosJob* job, int host, int percent, absl::Duration lasts
   const CableSettings corrupt = {.corrupt_percent = percent};
   Fault fault = OfCable(job, host, "a cable changes bytes", corrupt, corrupt, lasts);
   absl::StrAppend(&fault.where, ", in ", percent, " % of its frames");
+  fault.lasts_until_effect = true;
+  fault.effect = [job, before = job->cables()->corrupted()] {
+    return job->cables()->corrupted() > before;
+  };
   return fault;
 }
 

@@ -41,6 +41,10 @@ constexpr absl::Duration kHeard = absl::Seconds(30);
 absl::Duration NoticedWithin(absl::Duration heartbeat_limit) {
   return absl::Seconds(10) + 1.2 * heartbeat_limit;
 }
+// Until a fault that has to have an effect has one: a step or a save comes within that.
+constexpr absl::Duration kFelt = absl::Minutes(1);
+// One that has none yet takes so often what was given back meanwhile.
+constexpr absl::Duration kFaultAgain = absl::Milliseconds(100);
 // A barrier that has failed is called again so soon.
 constexpr absl::Duration kBarrierAgain = absl::Milliseconds(200);
 
@@ -154,6 +158,7 @@ class Chaos {
     if (fault.loses_worker) Dies(fault.named);
     PumpUntil(begin_ + fault.lasts);
     if (!fault.silent.empty()) AwaitNotice(fault);
+    if (fault.lasts_until_effect && !AwaitEffect(fault)) return false;
     if (!Succeeds("end", fault.end())) return false;
     Drain();
     if (fatal_) return false;
@@ -207,6 +212,17 @@ class Chaos {
     while (!is_noticed() && Hear(begin_ + patience)) continue;
     if (is_noticed()) return;
     Wrong(absl::StrCat("within ", Seconds(patience), " nobody has lost a worker that is silent"));
+  }
+
+  // False where the job cannot go on.
+  bool AwaitEffect(const Fault& fault) {
+    const auto is_felt = [&] { return fault.effect ? fault.effect() : noticed_.has_value(); };
+    while (!is_felt() && !fatal_ && absl::Now() < begin_ + kFelt) {
+      if (fault.again && !Succeeds("go on", fault.again())) return false;
+      PumpUntil(absl::Now() + kFaultAgain);
+    }
+    if (!is_felt()) Wrong(absl::StrCat("within ", Seconds(kFelt), " it has had no effect"));
+    return !fatal_;
   }
 
   void Dies(int worker) {
@@ -618,6 +634,16 @@ class Chaos {
                   kind.ended > 0 ? absl::StrCat("; ", kind.ended, " processes ended").c_str() : "",
                   kind.count, kind.noticed.size(), times(kind.noticed).c_str(),
                   times(kind.recovered).c_str());
+    }
+    std::vector<std::string> unnoticed;
+    for (const auto& [name, kind] : kinds_) {
+      const int without = kind.count - static_cast<int>(kind.noticed.size());
+      if (without == 0) continue;
+      unnoticed.push_back(absl::StrCat(without, " of ", kind.count, " of '", name, "'"));
+    }
+    if (!unnoticed.empty()) {
+      std::printf("\nwithout an effect that a worker has seen: %s\n",
+                  absl::StrJoin(unnoticed, ", ").c_str());
     }
     std::printf(
         "\n%d steps, %d errors; no operation that failed took longer than %.1f s, of %.1f\n",

@@ -29,6 +29,11 @@ struct Fault {
   // has to be lost by one of the others, or the other way round, while it lasts; and it lasts until
   // then. Empty: it may go unnoticed.
   std::set<int> silent;
+  // It lasts until it has had an effect: until `effect` says so, or, where there is none, until
+  // something has failed. `again` takes meanwhile what the workers have given back.
+  bool lasts_until_effect = false;
+  std::function<bool()> effect;
+  std::function<absl::Status()> again;
   // What it keeps from working is checkpoints: the job has recovered when one is saved again.
   bool is_of_checkpoints = false;
 };

@@ -87,7 +87,7 @@ Fault FullDisk(ChaosJob* job, absl::Duration lasts) {
   fault.kind = "the disk of the checkpoints is full";
   fault.where = absl::StrCat("for ", absl::FormatDuration(lasts));
   fault.begin = [ballast] {
-    const int fd = open(ballast.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+    const int fd = open(ballast.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     if (fd < 0) return absl::ErrnoToStatus(errno, ballast);
     const std::vector<char> bytes(1 << 16);
     while (write(fd, bytes.data(), bytes.size()) > 0) continue;
@@ -96,6 +96,9 @@ Fault FullDisk(ChaosJob* job, absl::Duration lasts) {
     close(fd);
     return status;
   };
+  // A save that had written all may have removed an older checkpoint since.
+  fault.lasts_until_effect = true;
+  fault.again = fault.begin;
   fault.lasts = lasts;
   fault.end = [ballast] {
     return unlink(ballast.c_str()) == 0 ? absl::OkStatus() : absl::ErrnoToStatus(errno, ballast);
@@ -107,6 +110,13 @@ Fault FullDisk(ChaosJob* job, absl::Duration lasts) {
 Fault NoDescriptorsLeft(ChaosJob* job, int worker, absl::Duration lasts) {
   Fault fault = OfLimit(job, worker, "a worker has no descriptors left", RLIMIT_NOFILE,
                         FirstFreeDescriptor, lasts);
+  // A save that had files open may have closed them since.
+  fault.lasts_until_effect = true;
+  fault.again = [job, worker]() -> absl::Status {
+    const pid_t process = job->process(worker).pid();
+    DG_ASSIGN_OR_RETURN(const rlim_t most, FirstFreeDescriptor(process));
+    return SetSoftLimit(process, RLIMIT_NOFILE, most).status();
+  };
   fault.is_of_checkpoints = true;
   return fault;
 }
