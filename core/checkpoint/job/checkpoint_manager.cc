@@ -112,13 +112,12 @@ class Parts {
       const absl::MutexLock lock(&calls->mu);
       calls->left = workers_.size();
     }
-    const std::string name = absl::StrCat(function, name_);
-    const auto message = [&](size_t i) {
-      return Message{payloads[payloads.size() == 1 ? 0 : i], {}};
-    };
     std::vector<Future<Message>> replies;
-    const auto watch = [&](size_t i) {
-      replies[i].Then([parts = *this, token, calls, i](const absl::StatusOr<Message>& reply) {
+    for (size_t i = 0; i < workers_.size(); ++i) {
+      replies.push_back(worker_->CallAsync(workers_[i], absl::StrCat(function, name_),
+                                           {payloads[payloads.size() == 1 ? 0 : i], {}},
+                                           {.deadline = deadline}));
+      replies.back().Then([parts = *this, token, calls, i](const absl::StatusOr<Message>& reply) {
         bool is_first = false;
         {
           const absl::MutexLock lock(&calls->mu);
@@ -128,28 +127,6 @@ class Parts {
         }
         if (is_first && token != 0) parts.Drop(token);
       });
-    };
-    std::vector<size_t> refused;
-    for (size_t i = 0; i < workers_.size(); ++i) {
-      replies.push_back(worker_->CallAsync(workers_[i], name, message(i), {.deadline = deadline}));
-      if (IsRefusedHere(replies[i], i)) {
-        refused.push_back(i);
-      } else {
-        watch(i);
-      }
-    }
-    // A call that waits for its answer waits for room, too. All others are on their way by now.
-    for (const size_t i : refused) {
-      bool goes_on = false;
-      {
-        const absl::MutexLock lock(&calls->mu);
-        goes_on = !calls->first_failed.has_value();
-      }
-      if (goes_on) {
-        replies[i] = Future<Message>::Of(
-            worker_->Call(workers_[i], name, message(i), {.deadline = deadline}));
-      }
-      watch(i);
     }
     for (const Future<Message>& reply : replies) reply.Wait();
     std::optional<size_t> first_failed;
@@ -198,16 +175,6 @@ class Parts {
  private:
   Parts(Worker* worker, std::string name, std::vector<std::string> workers)
       : worker_(worker), name_(std::move(name)), workers_(std::move(workers)) {}
-
-  // Whether a call that was just made has not left this worker, as of one for which others'
-  // messages leave no room on the way. What this worker's own part answers looks the same, and
-  // there is always room on the way to that.
-  bool IsRefusedHere(const Future<Message>& call, size_t worker) const {
-    if (workers_[worker] == worker_->name() || !call.Done()) return false;
-    const absl::Status& status = call.Wait().status();
-    const ErrorOrigin here{worker_->rank(), ErrorOrigin::By::kDistgrad};
-    return absl::IsResourceExhausted(status) && OriginOf(status) == here;
-  }
 
   Worker* worker_;
   std::string name_;

@@ -18,11 +18,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <future>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -993,50 +991,6 @@ TEST_F(CheckpointManagerTest, AWorkerThatLeavesGoesOnWithASaveOrLoad) {
     part = nullptr;
     cluster.Kill(1);  // it is to end, and not to wait for the other one
   }
-}
-
-// Others' messages may fill the way to a worker.
-TEST_F(CheckpointManagerTest, ASaveOrLoadWaitsForRoomOnTheWayToAWorker) {
-  constexpr uint64_t kRoom = 64 << 10;
-  class Faults final : public FaultInjector {
-   public:
-    Action OnSend(const std::string&, const std::string&, Packet& packet) override {
-      return packet.size() > kRoom ? Action::kHold : Action::kDeliver;
-    }
-  };
-  ClusterOptions options{.workers = 3, .faults = std::make_shared<Faults>()};
-  options.limits_of[0].bytes_per_peer = kRoom;  // the others take more
-  Cluster cluster(options);
-  std::vector<at::Tensor> weights;
-  std::vector<std::unique_ptr<CheckpointPart>> parts;
-  for (int i = 0; i < 3; ++i) {
-    weights.push_back(at::full({3}, i));
-    parts.push_back(Part(cluster[i], {.tensors = {{absl::StrCat("weight", i), weights[i]}}}));
-    ASSERT_TRUE(cluster[i]
-                    .Register("keep", [](Request&) -> absl::StatusOr<Message> { return Message{}; })
-                    .ok());
-  }
-  const auto manager = Manager(cluster[0]);
-  const auto with_full_windows = [&](const std::function<absl::Status()>& call) {
-    std::vector<Future<Message>> large;
-    for (const int i : {1, 2}) {
-      large.push_back(cluster[0].CallAsync(WorkerName(i), "keep", {std::string(100'000, 'x'), {}}));
-      ASSERT_FALSE(large.back().Done()) << large.back().Wait().status();
-    }
-    std::future<absl::Status> called = std::async(std::launch::async, call);
-    // One that does not wait has been refused by then.
-    called.wait_for(std::chrono::milliseconds(200));
-    cluster.network().ReleaseHeld();
-    const absl::Status status = called.get();
-    EXPECT_TRUE(status.ok()) << status;
-    for (const Future<Message>& each : large) {
-      EXPECT_TRUE(each.Wait().ok()) << each.Wait().status();
-    }
-  };
-  with_full_windows([&] { return manager->Save(1); });
-  for (const at::Tensor& weight : weights) weight.fill_(7);
-  with_full_windows([&] { return manager->Load().status(); });
-  for (int i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(weights[i], at::full({3}, i))) << i;
 }
 
 TEST_F(CheckpointManagerTest, OnlyTheNewestAreKept) {
