@@ -2996,6 +2996,42 @@ TEST_P(PipelineTest, AfterAStepThatHasFailedNothingOfItIsKept) {
   EXPECT_TRUE(end->WaitForNotificationWithTimeout(absl::Seconds(30)));
 }
 
+// What one stage of a rank has given another one, forwards or backwards.
+TEST_P(PipelineTest, AfterAStepThatHasFailedNothingThatAStageWasToGetIsKept) {
+  for (const bool backward : {false, true}) {
+    SCOPED_TRACE(backward);
+    Cluster cluster(Workers(1));
+    const EqualLayers layers(2);
+    const auto end = std::make_shared<absl::Notification>();
+    std::atomic<int> given{0};
+    const auto give_once = [&given, end](const at::Tensor& tensor) {
+      TORCH_CHECK(++given == 1, "nothing more today");
+      return Watched(tensor, end);
+    };
+    const auto stages = MakeStages(cluster, {0, 0}, [&](int stage, Tensors in) -> Tensors {
+      if (stage == 0 && !backward) return {give_once(layers.Forward(0, in)[0].detach())};
+      if (stage == 0) return layers.Forward(0, in);
+      const at::Tensor same = in[0].view_as(in[0]);
+      if (same.requires_grad()) same.register_hook(give_once);
+      return layers.Forward(1, {same});
+    });
+    // All forwards of a stage, or all backwards, come before those of the other one.
+    Schedule schedule{.micro_batches = 2, .rank_of_stage = {0, 0}, .lists = {{}}};
+    for (const auto& [kind, stage] : {std::pair(Action::Kind::kForward, 0),
+                                      {Action::Kind::kForward, 1},
+                                      {Action::Kind::kBackward, 1},
+                                      {Action::Kind::kBackward, 0}}) {
+      for (const int m : {0, 1}) schedule.lists[0].push_back({kind, stage, m});
+    }
+    const auto pipeline = MakePipeline(cluster, schedule);
+    const Context context = cluster[0].NewContext();
+    const absl::Status status =
+        pipeline->Train(context, {at::randn({4, 16})}, {at::randn({4, 16})}).status();
+    EXPECT_THAT(std::string(status.message()), HasSubstr("nothing more today"));
+    EXPECT_TRUE(end->WaitForNotificationWithTimeout(absl::Seconds(30)));
+  }
+}
+
 struct Autocast {
   Autocast() {
     at::autocast::set_autocast_enabled(at::kCPU, true);

@@ -2,6 +2,7 @@
 // the results of steps one after the other, and fail with them.
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -22,12 +23,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "core/optim/local_optimizer.h"
 #include "core/pipeline/pipeline.h"
 #include "core/pipeline/schedule.h"
 #include "core/pipeline/stages.h"
 #include "core/pipeline/step_plan.h"
 #include "core/pipeline/test_layers.h"
+#include "core/transport/packet.h"
 #include "core/worker/metrics.h"
 #include "tests/testing/cluster.h"
 
@@ -593,9 +597,11 @@ class DriverOfOneStage {
 
 class OneStageTest : public testing::Test {
  protected:
+  std::function<Tensors(Tensors)> forward_ = [](Tensors in) { return in; };
   Cluster cluster_{{.workers = 1}};
   std::unique_ptr<PipelineStages> stages_ = *PipelineStages::Create(
-      &cluster_[0], "model", {{0, {.forward = [](Tensors in) { return in; }}}});
+      &cluster_[0], "model",
+      {{0, {.forward = [this](Tensors in) { return forward_(std::move(in)); }}}});
   const DriverOfOneStage driver_{cluster_[0]};
 };
 
@@ -616,6 +622,50 @@ TEST_F(OneStageTest, AParcelThatComesTwiceOrIsAnothersIsRefused) {
   ASSERT_TRUE(result.ok()) << result.status();
   ASSERT_EQ(result->tensors.size(), 1u);
   EXPECT_TRUE(at::equal(result->tensors[0], first[0]));
+}
+
+// It may be large, and the worker knows some steps for long that are over.
+TEST_F(OneStageTest, WhatWasDeliveredInVainEndsWithItsStep) {
+  constexpr int64_t kLarge = 1 << 20;  // bytes
+  const Tensors x{at::randn({4, 16})};
+  const auto deliver = [&](uint64_t step) {
+    EXPECT_EQ(driver_.Deliver({.to = {step, 0}}, x), absl::OkStatus());
+    EXPECT_EQ(driver_.Deliver({.to = {step, 0}, .kind = Parcel::Kind::kTarget},
+                              {at::zeros({kLarge}, at::kByte)}),
+              absl::OkStatus());
+    return KeptSegmentBytes();
+  };
+  // Memory of what has arrived is kept for the next when nobody has it any more.
+  const auto ends = [&](size_t kept) {
+    const absl::Time patience = absl::Now() + absl::Seconds(30);
+    const size_t least = kept + kLarge;
+    while (KeptSegmentBytes() < least && absl::Now() < patience) std::this_thread::yield();
+    return KeptSegmentBytes() >= least;
+  };
+  ASSERT_EQ(driver_.Begin(1, /*follows=*/0), absl::OkStatus());
+  const size_t not_wanted = deliver(1);
+  ASSERT_EQ(driver_.Run(1).Wait().status(), absl::OkStatus());
+  EXPECT_TRUE(ends(not_wanted));
+  EXPECT_FALSE(driver_.Deliver({.to = {1, 0}, .kind = Parcel::Kind::kTarget}, x).ok());
+
+  absl::Notification stands, go;
+  forward_ = [&](Tensors in) {
+    stands.Notify();
+    go.WaitForNotification();
+    return in;
+  };
+  ASSERT_EQ(driver_.Begin(3, /*follows=*/0), absl::OkStatus());
+  ASSERT_EQ(driver_.Begin(4, /*follows=*/3), absl::OkStatus());
+  EXPECT_EQ(driver_.Deliver({.to = {3, 0}}, x), absl::OkStatus());
+  const size_t given_up = deliver(4);
+  const Future<Message> hangs = driver_.Run(3), waits = driver_.Run(4);
+  stands.WaitForNotification();
+  while (driver_.Describe(4) == "has not begun") std::this_thread::yield();
+  EXPECT_EQ(driver_.End(4), absl::OkStatus());
+  EXPECT_TRUE(ends(given_up));
+  go.Notify();
+  EXPECT_EQ(hangs.Wait().status(), absl::OkStatus());
+  EXPECT_FALSE(waits.Wait().ok());
 }
 
 // Its driver may be lost before it says that the step has ended.
