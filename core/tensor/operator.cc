@@ -227,6 +227,14 @@ absl::StatusOr<std::vector<c10::IValue>> CallOperator(absl::string_view name,
 absl::Status CheckFunctional(absl::string_view name) {
   DG_RETURN_IF_ERROR(CheckSafe(name));
   DG_ASSIGN_OR_RETURN(const c10::OperatorHandle op, FindOperator(name));
+  // A peer's arguments and results are copies. Here the indices and values of the result would be
+  // those of the arguments, with version counters of their own (see kHiding in operator_policy.cc).
+  if (name == "aten::sparse_coo_tensor.indices") {
+    return absl::PermissionDeniedError(absl::StrCat(
+        "operator ", name,
+        " keeps the memory of its arguments, to which it could be written unnoticed by a backward; "
+        "aten::to_sparse copies"));
+  }
   if (!op.schema().is_mutable() && !WritesUnsaid(op.schema())) return absl::OkStatus();
   return absl::PermissionDeniedError(absl::StrCat("operator ", name, " writes to its arguments"));
 }

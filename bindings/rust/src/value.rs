@@ -42,8 +42,9 @@ pub enum Value<'a> {
     Tensors(Cow<'a, [Option<Tensor>]>),
 }
 
-/// A number that an operator takes: an integer keeps a tensor of integers one, a real number makes
-/// it one of float32, as in Python.
+/// A number that an operator takes: in arithmetic an integer keeps a tensor of integers one, a real
+/// number makes it one of float32, as in Python; a division always makes float32. What is filled
+/// with a number keeps its dtype: one of integers cuts a real number off.
 ///
 /// ```
 /// use distgrad::{Dtype, Scalar, Tensor};
