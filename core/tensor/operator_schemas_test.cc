@@ -717,10 +717,10 @@ TEST(OperatorSchemas, SomeWriteWithoutSayingSo) {
   std::map<std::string, std::string> ends;
   for (const Outcome& outcome : CallAllOften(operators, 16, &ends)) EXPECT_TRUE(outcome.writes);
   EXPECT_EQ(ends, (std::map<std::string, std::string>()));
-  for (const char* name : {"aten::batch_norm", "aten::instance_norm", "aten::cudnn_batch_norm",
-                           "aten::miopen_batch_norm", "aten::batch_norm_gather_stats",
-                           "aten::batch_norm_gather_stats_with_counts",
-                           "aten::sparse_coo_tensor.indices"}) {
+  for (const char* name :
+       {"aten::batch_norm", "aten::instance_norm", "aten::cudnn_batch_norm",
+        "aten::miopen_batch_norm", "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts", "aten::sparse_coo_tensor.indices"}) {
     EXPECT_EQ(CheckFunctional(name).code(), absl::StatusCode::kPermissionDenied) << name;
     EXPECT_TRUE(CheckSafe(name).ok()) << "peers may call " << name << ": they have copies";
   }
