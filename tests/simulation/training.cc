@@ -176,7 +176,8 @@ PipelineModel::PipelineModel(const Action& action, int workers)
       made = InterleavedOneForwardOneBackward(ranks, 2, micro_batches);
       break;
     default:
-      made = ZeroBubbleH1(ranks, micro_batches);
+      // ZeroBubbleH1(), ZeroBubbleH2(), and more ahead.
+      made = ZeroBubble(ranks, micro_batches, /*forwards_ahead=*/1 + action.a / 8 % 4);
       break;
   }
   Must(made.status());
