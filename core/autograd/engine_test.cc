@@ -953,17 +953,18 @@ class NodeOfUser : public torch::autograd::Node {
 // It has what it would have run in: the modes of its caller's, which take memory to be moved.
 TEST_F(EngineTest, APassThatIsRefusedEndsWithoutMemory) {
   const auto context = contexts_.New();
-  const at::Tensor leaf = at::ones({2}).requires_grad_();
-  const auto backward = [&] {
-    return engine_.Backward(context, {(leaf * 2).sum()}, {.deadline = absl::InfiniteFuture()},
-                            /*run_here=*/true);
-  };
-  ASSERT_TRUE(backward().Wait().ok());  // which uses the context's graph up
+  // It outlives all passes, for libtorch's deleteNode() allocates in a destructor.
+  const at::Tensor root = (at::ones({2}).requires_grad_() * 2).sum();
+  ASSERT_TRUE(engine_
+                  .Backward(context, {root}, {.deadline = absl::InfiniteFuture()},
+                            /*run_here=*/true)
+                  .Wait()
+                  .ok());  // which uses the context's graph up
   bool failed = true;
   for (int nth = 0; failed; ++nth) {
     SCOPED_TRACE(nth);
     std::optional<Future<Unit>> refused;
-    std::vector<at::Tensor> roots = {(leaf * 2).sum()};
+    std::vector<at::Tensor> roots = {root};
     FailAllocation(nth);
     try {
       refused = engine_.Backward(context, std::move(roots), {.deadline = absl::InfiniteFuture()},
