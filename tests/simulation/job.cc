@@ -37,9 +37,8 @@
 namespace distgrad::simulation {
 namespace {
 
-// What ends by a deadline ends soon after it, however slow the threads are; and what nothing has
-// met is over soon.
-constexpr absl::Duration kSlack = absl::Seconds(5), kSlackOfHarmless = absl::Seconds(1);
+// What ends by a deadline ends soon after it, however slow the threads are.
+constexpr absl::Duration kSlack = absl::Seconds(5);
 // At a standstill a worker has timers for its heartbeats, for the member that it watches, for the
 // earliest deadline that a call has had, to read what has become of members, and to take back that
 // it is lost. And the clock has a count of them.
@@ -510,8 +509,7 @@ void Job::CheckEnd(const Doing& doing, const absl::Status& status, Deadline dead
     // Whoever is stopped sees nothing of the time.
     const auto late = std::min(absl::FromChrono(Deadline::Clock::now() - deadline.at()),
                                absl::Nanoseconds(Now() - LastStopOfProcess()));
-    const bool is_slow = HasFaults() || (plan_.faults & kStalls) != 0;
-    if (late > (is_slow ? kSlack : kSlackOfHarmless)) {
+    if (late > kSlack) {
       Wrong(absl::StrCat(doing.what, ": ended ", absl::FormatDuration(late),
                          " after its deadline, with ", status.ToString()));
     }
@@ -687,9 +685,8 @@ void Job::Disturb(const Action& action) {
 }
 
 void Job::CheckNothingIsLeft() {
-  // All that anybody waits for has a deadline, or a heartbeat; where nothing has failed, it comes.
-  const Deadline end = Deadline::After(
-      HasFaults() ? kTimeout + 3 * kHeartbeatLimit + absl::Seconds(20) : kSlackOfHarmless);
+  // All that anybody waits for has a deadline, or a heartbeat.
+  const Deadline end = Deadline::After(kTimeout + 3 * kHeartbeatLimit + absl::Seconds(20));
   std::string left;
   do {
     left.clear();
@@ -740,20 +737,19 @@ void Job::CheckTimers() {
 }
 
 void Job::CheckAllIsWell() {
-  const bool has_faults = HasFaults();
   for (int from = 0; from < plan_.workers; ++from) {
     for (int to = 0; to < plan_.workers; ++to) {
       const std::shared_ptr<Worker> caller = WorkerAt(from);
       if (caller == nullptr || WorkerAt(to) == nullptr) continue;
       absl::StatusOr<Message> reply;
       // The first call to one that has come back may meet a connection with what it was before.
-      for (int i = 0; i < (has_faults ? 2 : 1); ++i) {
+      for (int i = 0; i < 2; ++i) {
         reply = caller->Call(WorkerName(to), "echo", {"well?", {}},
                              {.deadline = Deadline::After(absl::Seconds(10))});
         if (reply.ok()) break;
       }
       // One that has come back may have to ask the others first.
-      const Deadline end = Deadline::After(has_faults ? 2 * kHeartbeatLimit : absl::ZeroDuration());
+      const Deadline end = Deadline::After(2 * kHeartbeatLimit);
       while (reply.ok()) {
         const Context context = caller->NewContext();
         reply = caller->Call(WorkerName(to), "echo", {"in a context?", {}}, {.context = &context});

@@ -380,8 +380,7 @@ void Job::CheckStagesAreFree() {
     const auto pipeline = NewPipeline(WorkerAt(owners[0]).get(), *model, ByStages(*model));
     // The first call to a worker that has come back may meet a connection with what it was before.
     // And a thread may stand still in a function of a step whose deadline has passed.
-    const bool may_fail = HasFaults() || (plan_.faults & kStalls) != 0;
-    const Deadline end = Deadline::After(may_fail ? absl::Seconds(5) : absl::ZeroDuration());
+    const Deadline end = Deadline::After(absl::Seconds(5));
     absl::Status status;
     while (true) {
       const Deadline deadline = Deadline::After(kTimeout);
