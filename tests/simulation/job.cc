@@ -63,17 +63,6 @@ bool Names(absl::string_view text, absl::string_view name) {
   return false;
 }
 
-// What is said of the cause, behind the words that say which call or pass has failed: they name its
-// callee, or who began it.
-absl::string_view CauseOf(absl::string_view message) {
-  if (!absl::StartsWith(message, "call of '") && !absl::StartsWith(message, "backward of ")) {
-    return message;
-  }
-  const size_t worker = message.find(" on worker ");
-  const size_t end = worker == message.npos ? worker : message.find(": ", worker);
-  return end == message.npos ? message : message.substr(end);
-}
-
 NetworkOptions NetworkOf(const Plan& plan) {
   NetworkOptions options;
   options.system_timeout = absl::ToChronoNanoseconds(kHeartbeatLimit);  // as workers set it
@@ -421,42 +410,18 @@ void Job::AddDisturbance(Disturbance disturbance) {
   disturbances_.push_back(std::move(disturbance));
 }
 
-bool Job::Disturbance::HasMet(const Doing& doing) const {
-  const auto is_of = [&doing](int worker) {
-    return worker == kAll || doing.workers.count(worker) > 0;
-  };
-  if (until.at() < doing.since) return false;
-  if (a == kAll) return true;
-  // It meets nobody else: whoever waits for that one waits with it.
-  if ((kind & (kStore | kThreads)) != 0) return is_of(a);
-  return a != b && doing.workers.size() > 1 && is_of(a) && is_of(b);
-}
-
 bool Job::IsDisturbed(const Doing& doing, unsigned kinds) {
+  const auto is_of = [&doing](int worker) {
+    return worker == Disturbance::kAll || doing.workers.count(worker) > 0;
+  };
   absl::MutexLock lock(&mu_);
   return std::any_of(disturbances_.begin(), disturbances_.end(), [&](const Disturbance& each) {
-    return (each.kind & kinds) != 0 && each.HasMet(doing);
+    if ((each.kind & kinds) == 0 || each.until.at() < doing.since) return false;
+    if (each.a == Disturbance::kAll) return true;
+    // It meets nobody else: whoever waits for that one waits with it.
+    if ((each.kind & (Disturbance::kStore | Disturbance::kThreads)) != 0) return is_of(each.a);
+    return each.a != each.b && doing.workers.size() > 1 && is_of(each.a) && is_of(each.b);
   });
-}
-
-bool Job::NamesOneMet(const Doing& doing, absl::string_view cause) {
-  const auto names = [&](int worker) {
-    if (worker == Disturbance::kAll) return false;
-    // A worker's own errors have its rank.
-    return Names(cause, NameOf(worker)) ||
-           (!IsGuest(worker) && Names(cause, absl::StrCat("worker ", worker)));
-  };
-  const bool names_any = std::any_of(doing.workers.begin(), doing.workers.end(), names);
-  bool is_met = false;
-  absl::MutexLock lock(&mu_);
-  for (const Disturbance& each : disturbances_) {
-    if ((each.kind & Disturbance::kFault) == 0 || !each.HasMet(doing)) continue;
-    is_met = true;
-    // One that meets a worker with all others may be told of these, unless it is gone.
-    const bool is_of_all = each.b == Disturbance::kAll && each.kind != Disturbance::kDeath;
-    if (names(each.a) || names(each.b) || (is_of_all && names_any)) return true;
-  }
-  return !is_met && names_any;
 }
 
 // Where no guest takes part an error has no reason to name one; nor has one that concerns a guest
@@ -546,12 +511,13 @@ std::string Job::Unexplained(const Doing& doing, const absl::Status& status, Ter
   }
   switch (code) {
     case Code::kUnavailable:
+      if (!says("newcomer") && !says("the job's store") && !says("process group") &&
+          std::none_of(doing.workers.begin(), doing.workers.end(),
+                       [&](int worker) { return says(NameOf(worker)); })) {
+        return "it names nobody";
+      }
       // It may not be there yet, or not any more.
       if (NamesAbsent(doing, status.message())) return "";
-      if (!says("newcomer") && !says("the job's store") && !says("process group") &&
-          !NamesOneMet(doing, CauseOf(status.message()))) {
-        return "its cause names nobody whom a fault has met";
-      }
       break;
     case Code::kNotFound:
       if (NamesAbsent(doing, status.message())) return "";

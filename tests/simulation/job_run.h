@@ -121,8 +121,6 @@ class Job {
     Deadline until;  // then it is over, and so is what it has led to
     int a = kAll, b = kAll;
     std::string name = {};  // of who is absent
-
-    bool HasMet(const Doing& doing) const;
   };
 
   void Wrong(const std::string& what);
@@ -205,9 +203,6 @@ class Job {
   void AddDisturbance(Disturbance disturbance);
   // Whether one of such a kind has met what is done.
   bool IsDisturbed(const Doing& doing, unsigned kinds = Disturbance::kFault);
-  // Whether the cause of an error names one whom a fault has met that explains it; where none does,
-  // one who takes part.
-  bool NamesOneMet(const Doing& doing, absl::string_view cause);
   // Whether a message names somebody who joins and leaves, and was not there all the time.
   bool NamesAbsent(const Doing& doing, absl::string_view message);
   bool HasFaults(unsigned kinds = Disturbance::kFault);
