@@ -176,8 +176,7 @@ PipelineModel::PipelineModel(const Action& action, int workers)
       made = InterleavedOneForwardOneBackward(ranks, 2, micro_batches);
       break;
     default:
-      // ZeroBubbleH1(), ZeroBubbleH2(), and more ahead.
-      made = ZeroBubble(ranks, micro_batches, /*forwards_ahead=*/1 + action.a / 8 % 4);
+      made = ZeroBubbleH1(ranks, micro_batches);
       break;
   }
   Must(made.status());
