@@ -972,7 +972,9 @@ TEST_F(EngineTest, APassThatIsRefusedEndsWithoutMemory) {
     } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): then there is no pass
     }
     failed = FailAllocation(-1);
-    if (refused.has_value()) EXPECT_FALSE(refused->Wait().ok());
+    if (refused.has_value()) {
+      EXPECT_FALSE(refused->Wait().ok());
+    }
   }
 }
 
