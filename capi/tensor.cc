@@ -320,7 +320,7 @@ dg_error* dg_tensor_to_dlpack(const dg_tensor* tensor, DLManagedTensorVersioned*
     }
     DG_RETURN_IF_ERROR(CheckPlain(pinned->tensor));
     // One that is the export's alone, and stays as it is.
-    *out = &(new Export(pinned->tensor.detach()))->managed;
+    *out = &std::make_unique<Export>(pinned->tensor.detach()).release()->managed;
     return absl::OkStatus();
   });
 }
