@@ -73,14 +73,15 @@ fn child_that_counts_handles() {
         size: usize,
     }
     extern "C" {
-        fn dg_error_create(code: i32, message: Text) -> *mut c_void;
+        fn dg_error_create_with_origin(c: i32, text: Text, origin: u32, rank: u32) -> *mut c_void;
         fn dg_error_destroy(error: *mut c_void);
     }
     // They take the same place one after the other, and number it anew.
     let next = || {
         // SAFETY: it is destroyed once, and a text of no bytes needs none.
         unsafe {
-            let error = dg_error_create(5, Text { data: std::ptr::null(), size: 0 });
+            let text = Text { data: std::ptr::null(), size: 0 };
+            let error = dg_error_create_with_origin(5, text, 0, 0);
             dg_error_destroy(error);
             error as usize
         }
