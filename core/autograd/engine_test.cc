@@ -1021,6 +1021,16 @@ class EndOfPassTest : public EngineTest, public ::testing::WithParamInterface<bo
     return begun;
   }
 
+  // The pass, with all that it had; and makes way for the next one.
+  void ExpectEndedElsewhere(const Begun& begun) {
+    AwaitPool();
+    EXPECT_TRUE(begun.done.Done());
+    EXPECT_EQ(ended_here_.exchange(0), 0);
+    EXPECT_EQ(ended_elsewhere_.exchange(0), all_);
+    engine_.Release(begun.context);
+    network_.TakeSent();
+  }
+
   const int all_ = GetParam() ? 2 : 1;
   float values_[2] = {1, 1};
   uint64_t contexts_begun_ = 0;
@@ -1067,12 +1077,7 @@ TEST_P(EndOfPassTest, WhatAPassHasOfItsUsersEndsOnThePool) {
     ASSERT_EQ(ended_here_ + ended_elsewhere_, 0);
     ASSERT_FALSE(begun.done.Done());
     end(begun);
-    AwaitPool();
-    EXPECT_TRUE(begun.done.Done());
-    EXPECT_EQ(ended_here_.exchange(0), 0);
-    EXPECT_EQ(ended_elsewhere_.exchange(0), all_);
-    engine_.Release(begun.context);
-    network_.TakeSent();
+    ExpectEndedElsewhere(begun);
   }
 }
 
@@ -1085,17 +1090,12 @@ TEST_P(EndOfPassTest, WhatAPassHasOfItsUsersEndsOnThePoolWithoutMemory) {
     FailAllocation(nth);
     AwaitMemory([&] { engine_.OnPeerLost(kPeer, contexts_.begun(), why); });
     failed = FailAllocation(-1);
-    AwaitPool();
-    EXPECT_TRUE(begun.done.Done());
-    EXPECT_EQ(ended_here_.exchange(0), 0);
-    EXPECT_EQ(ended_elsewhere_.exchange(0), all_);
-    engine_.Release(begun.context);
-    network_.TakeSent();
+    ExpectEndedElsewhere(begun);
   }
 }
 
-// The pool would have to wake a thread for that.
-// But for memory that is lent, whose deleter may wait for who waits for the pass.
+// The pool would have to wake a thread for that. But memory that is lent ends there, for its
+// deleter may wait for who waits for the pass.
 TEST_P(EndOfPassTest, WhatAPassHasOfItsUsersEndsOnTheThreadThatRanIt) {
   const Future<Unit> pass = Begin(contexts_.New());
   EXPECT_TRUE(pass.Done());
